@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import math
 import os
@@ -13,6 +12,7 @@ from typing import Any, Final, TextIO, TypeAlias
 
 import msgspec
 
+from shmbus.base.near_names import near
 from shmbus.segment.names import bus_names, check_name
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -125,9 +125,8 @@ def print_json(value: Any, stream: TextIO | None = None) -> None:
 def unknown_command(word: str, commands: Iterable[str]) -> str:
     """Report an unknown command, with the probable command."""
     known = list(commands)
-    meant = difflib.get_close_matches(word.lower(), known, 1, _ALIKE)
-    if word.lower() in _SYNONYMS:
-        meant = [_SYNONYMS[word.lower()]]
+    synonyms = {other: (command,) for other, command in _SYNONYMS.items()}
+    meant = near(word.lower(), known, synonyms, alike=_ALIKE)
     hint = f"did you mean {meant[0]!r}? " if meant else ""
     return f"there is no command {word!r}; {hint}expected one of {', '.join(known)}"
 
@@ -145,9 +144,5 @@ def complete(parser: argparse.ArgumentParser, commands: Iterable[argparse.Argume
     for command in commands:
         for action in command._actions:
             if action.metavar == "NAME":
-                action.completer = _existing_buses  # type: ignore[attr-defined]
+                action.completer = lambda **_: bus_names()  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser)
-
-
-def _existing_buses(**_: Any) -> list[str]:
-    return bus_names()

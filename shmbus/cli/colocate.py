@@ -51,18 +51,9 @@ def add_parser(commands: Commands) -> None:
         ],
         bus=False,
     )
-    parser.add_argument(
-        "--train",
-        type=share,
-        metavar="SHARE",
-        help="share of the GPU's memory for the trainer, between 0 and 1",
-    )
-    parser.add_argument(
-        "--infer",
-        type=share,
-        metavar="SHARE",
-        help="share of the GPU's memory for the engine, between 0 and 1",
-    )
+    for option, who in (("--train", "trainer"), ("--infer", "engine")):
+        text = f"share of the GPU's memory for the {who}, between 0 and 1"
+        parser.add_argument(option, type=share, metavar="SHARE", help=text)
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--start", action="store_true", help="start MPS, where it does not run yet")
     action.add_argument("--stop", action="store_true", help="end the MPS that --start has started")

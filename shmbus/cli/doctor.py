@@ -63,7 +63,6 @@ class Finding(msgspec.Struct, frozen=True):
     check: str
     #: Grade of shmbus on this machine: well, below its best, or not at all.
     level: Literal["ok", "warn", "fail"]
-    #: The observed fact.
     found: str
     #: The remedy, or "". An "ok" may carry a hint too, for a further improvement.
     hint: str = ""

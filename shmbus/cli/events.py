@@ -67,7 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(found)
     else:
         _print(found, arguments.after)
-    return _status(found)
+    if found.problem:
+        raise RuntimeError(found.problem)
+    return 0
 
 
 def _read(arguments: argparse.Namespace, after: int) -> EventList:
@@ -82,19 +84,12 @@ def _print(found: EventList, after: int) -> None:
         print(line)
 
 
-def _status(found: EventList) -> int:
-    if found.problem:
-        print(f"shmbus events: {found.problem}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def _follow(arguments: argparse.Namespace) -> int:
     after = arguments.after
     while True:
         found = _read(arguments, after)
         if found.problem:
-            return _status(found)
+            raise RuntimeError(found.problem)
         if arguments.json:
             for event in found.events:
                 print(msgspec.json.encode(event).decode())

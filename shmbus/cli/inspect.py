@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from shmbus.base import limits
 from shmbus.base.format import show_count, show_duration, show_size, table
@@ -72,8 +71,7 @@ def _run_groups(arguments: argparse.Namespace) -> int:
     else:
         print(groups_text(found))
     if found.source == "none":
-        print(f"shmbus inspect: {found.problem}", file=sys.stderr)
-        return 1
+        raise RuntimeError(found.problem)
     return 0
 
 
@@ -94,15 +92,13 @@ def run(arguments: argparse.Namespace) -> int:
     unreadable = sum(run.unreadable for run in found.runs)
     damaged = sum(record.verdict != "ok" for record in found.records)
     if found.problem is not None:
-        print(f"shmbus inspect: {found.problem}", file=sys.stderr)
-    elif unreadable or damaged:
-        print(
-            f"shmbus inspect: {damaged} of the records shown are damaged, and "
-            f"{show_size(unreadable)} lie behind damaged frames; a consumer counts them as corrupt "
-            "and goes on",
-            file=sys.stderr,
+        raise RuntimeError(found.problem)
+    if unreadable or damaged:
+        raise RuntimeError(
+            f"{damaged} of the records shown are damaged, and {show_size(unreadable)} lie behind "
+            "damaged frames; a consumer counts them as corrupt and goes on"
         )
-    return 1 if found.problem is not None or unreadable or damaged else 0
+    return 0
 
 
 def _blocks(found: Inspection) -> list[str]:

@@ -115,15 +115,11 @@ def _start_supervised(
         stack.enter_context(supervised("page", words, {"SHMBUS_WEB_TOKEN": token}))
     if settings.http is None:
         return None
-    words = ["gateway", name, "--daemon", *_gateway_options(settings)]
-    return stack.enter_context(supervised("gateway", words))
-
-
-def _gateway_options(settings: config.Settings) -> list[str]:
-    options = ["--http", str(settings.http)]
+    words = ["gateway", name, "--daemon", "--http", settings.http]
     if settings.http_token_file is not None:
-        options += ["--token-file", settings.http_token_file]
-    return [*options, "--log-format", settings.log_format, "--log-level", settings.log_level]
+        words += ["--token-file", settings.http_token_file]
+    words += ["--log-format", settings.log_format, "--log-level", settings.log_level]
+    return stack.enter_context(supervised("gateway", words))
 
 
 def _restore(name: str, directory: str) -> None:

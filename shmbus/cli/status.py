@@ -55,13 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(report(status))
     if not status.ledger.balanced:
-        print(
-            f"shmbus status: the ledger of bus {status.name!r} does not balance: "
+        raise RuntimeError(
+            f"the ledger of bus {status.name!r} does not balance: "
             f"{show_count(status.ledger.unreadable)} committed trajectories cannot be found; the "
-            "next consumer counts them as corrupt. `shmbus inspect` shows where the damage is",
-            file=sys.stderr,
+            "next consumer counts them as corrupt. `shmbus inspect` shows where the damage is"
         )
-        return 1
     return 0
 
 

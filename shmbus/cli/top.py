@@ -14,7 +14,6 @@ import time
 import tty
 from collections.abc import Iterator
 
-from shmbus import errors
 from shmbus.base.format import several, show_count, show_size
 from shmbus.cli._options import Commands, add_command, seconds
 from shmbus.cli.status import report
@@ -73,15 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
         watcher.poll()
         print(frame(watcher))
         return 0
-    try:
-        with contextlib.suppress(KeyboardInterrupt), _screen():
-            while not _quits(arguments.interval):
-                watcher.poll()
-                lines = fitted(frame(watcher), shutil.get_terminal_size().lines)
-                print("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[J", end="", flush=True)
-    except errors.BusNotFoundError as error:
-        print(f"shmbus top: {error}", file=sys.stderr)
-        return 1
+    with contextlib.suppress(KeyboardInterrupt), _screen():
+        while not _quits(arguments.interval):
+            watcher.poll()
+            lines = fitted(frame(watcher), shutil.get_terminal_size().lines)
+            print("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[J", end="", flush=True)
     return 0
 
 

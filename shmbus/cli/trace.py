@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import FrameType
 from typing import Final, TextIO
 
 import msgspec
@@ -133,17 +132,12 @@ class _Trace:
 def run(arguments: argparse.Namespace) -> int:
     """Trace until a limit, a signal or the end of the bus; the file is always whole."""
     stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
     name, began_s = arguments.name, time.monotonic()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+        signal.signal(number, lambda *_: stopped.set())
     found = read_events(name, limit=1)  # before creating a file
     if found.problem:
-        print(f"shmbus trace: {found.problem}", file=sys.stderr)
-        return 1
+        raise RuntimeError(found.problem)
     if arguments.seconds is None:
         print(f"tracing bus {printable(name)}; Ctrl-C ends it", file=sys.stderr)
     end = ""

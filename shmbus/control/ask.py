@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TypeVar
 
 from shmbus import errors
 from shmbus.base import limits
@@ -17,21 +18,20 @@ from shmbus.control.wire import DaemonUnreachable, Wire, refusal
 #: Seconds for a status reply: a healthy daemon answers within milliseconds.
 _STATUS_WAIT_S = 1.0
 
+_Answer = TypeVar("_Answer", bound=messages.Reply)
+
 
 def ask_status(name: str) -> messages.StatusReply | str | None:
     """Ask the daemon of a bus for its status."""
-    reply = _look(name, messages.GetStatus(id=1), "status")
-    assert reply is None or isinstance(reply, (messages.StatusReply, str))
-    return reply
+    return _look(name, messages.GetStatus(id=1), messages.StatusReply, "status")
 
 
 def ask_groups(
     name: str, groups: int, cells: int = limits.MAX_CELLS_SHOWN
 ) -> messages.GroupsReply | str | None:
     """Ask the daemon of a bus for its oldest incomplete groups, sample by sample."""
-    reply = _look(name, messages.GetGroups(id=1, groups=groups, cells=cells), "groups")
-    assert reply is None or isinstance(reply, (messages.GroupsReply, str))
-    return reply
+    request = messages.GetGroups(id=1, groups=groups, cells=cells)
+    return _look(name, request, messages.GroupsReply, "groups")
 
 
 def ask_group(
@@ -39,9 +39,7 @@ def ask_group(
 ) -> messages.GroupReply | str | None:
     """Ask the daemon of a bus for a group's state and history."""
     request = messages.GetGroup(id=1, instance_id=instance_id, round=round, split=split)
-    reply = _look(name, request, "group")
-    assert reply is None or isinstance(reply, (messages.GroupReply, str))
-    return reply
+    return _look(name, request, messages.GroupReply, "group")
 
 
 def ask_events(
@@ -49,12 +47,12 @@ def ask_events(
 ) -> messages.EventsReply | str | None:
     """Ask the daemon of a bus for its events."""
     request = messages.GetEvents(id=1, after=after, limit=limit, groups=groups, trace=trace)
-    reply = _look(name, request, "events")
-    assert reply is None or isinstance(reply, (messages.EventsReply, str))
-    return reply
+    return _look(name, request, messages.EventsReply, "events")
 
 
-def _look(name: str, request: messages.Request, what: str) -> messages.Reply | str | None:
+def _look(
+    name: str, request: messages.Request, answer: type[_Answer], what: str
+) -> _Answer | str | None:
     """Send a read-only request; return None without a daemon, a str without a reply."""
     try:
         wire = Wire(name)
@@ -70,6 +68,7 @@ def _look(name: str, request: messages.Request, what: str) -> messages.Reply | s
         return f"its daemon (pid {wire.pid}) refuses: {reply.message}"
     if reply is None:
         return f"its daemon (pid {wire.pid}) does not answer within {_STATUS_WAIT_S:g} s"
+    assert isinstance(reply, answer)
     return reply
 
 

@@ -43,6 +43,15 @@ class _Message(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     pass
 
 
+class _Request(_Message):
+    id: Count
+
+
+class _Answer(_Message):
+    #: Number of the request.
+    id: int
+
+
 # --- from clients
 
 
@@ -87,21 +96,20 @@ class Claim(_Message):
     last: bool = True
 
 
-class Take(_Message):
+class Take(_Request):
     """Lease up to `max_groups`; wait `timeout_s` for the first (None: for ever).
 
     A request `ahead`, by a client still working on earlier groups, gets nothing while other clients
     are attached. `gathers`: the client packs batches (`consumer_packs` in the header).
     """
 
-    id: Count
     max_groups: Asked
     timeout_s: Seconds | None = None
     ahead: bool = False
     gathers: bool = False
 
 
-class TakeStep(_Message):
+class TakeStep(_Request):
     """Lease this rank's shard of its next step; every rank requests a step with the same numbers.
 
     A shard has `groups` groups, or a number limited by `tokens`, where a trajectory counts with the
@@ -109,7 +117,6 @@ class TakeStep(_Message):
     rank with `only_full`. `gathers` as in Take.
     """
 
-    id: Count
     groups: Asked | None = None
     tokens: Asked | None = None
     max_wait_s: Seconds | None = None
@@ -139,81 +146,70 @@ class Trained(_Message):
     step: Step
 
 
-class GetTrained(_Message):
+class GetTrained(_Request):
     """Ask for the samples on the bus trained before `step`, in order after `after`."""
 
-    id: Count
     step: Step
     after: bytes = b""
 
 
-class EndTrained(_Message):
+class EndTrained(_Request):
     """End the samples of these lasting names, now or on arrival; the last message lacks `more`.
 
     They replace the earlier names of this rank, or of clients without a rank.
     """
 
-    id: Count
     names: bytes
     more: bool = False
 
 
-class SetPolicyVersion(_Message):
+class SetPolicyVersion(_Request):
     """Publish the policy version."""
 
-    id: Count
     policy_version: Count
 
 
-class GetLedger(_Message):
+class GetLedger(_Request):
     """Ask for the ledger."""
 
-    id: Count
 
-
-class GetStatus(_Message):
+class GetStatus(_Request):
     """Ask for a status."""
 
-    id: Count
 
-
-class GetGroups(_Message):
+class GetGroups(_Request):
     """Ask for up to `groups` incomplete groups, the oldest first, with `cells` cells of each."""
 
-    id: Count
     groups: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_GROUPS_SHOWN)] = 1
     cells: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_CELLS_SHOWN)] = limits.MAX_CELLS_SHOWN
 
 
-class GetEvents(_Message):
+class GetEvents(_Request):
     """Ask for up to `limit` events behind number `after`, the newest; maybe without groups'.
 
     A trace asks for the oldest of them, and has samples noted with their groups for some seconds.
     """
 
-    id: Count
     after: Count = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_EVENTS_SHOWN)] = 1
     groups: bool = True
     trace: bool = False
 
 
-class GetGroup(_Message):
+class GetGroup(_Request):
     """Ask for a group's cells and events."""
 
-    id: Count
     instance_id: Text
     round: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     split: Label = "train"
 
 
-class TakeSnapshot(_Message):
+class TakeSnapshot(_Request):
     """Write everything undelivered to a new directory. Answered by SnapshotTaken, or Refused.
 
     Until then the daemon gives no leases, and keeps ended ones to confirm them afterwards.
     """
 
-    id: Count
     directory: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
 
@@ -248,10 +244,9 @@ class Granted(_Message):
     places: bytes
 
 
-class Leases(_Message):
+class Leases(_Answer):
     """The answer to Take and TakeStep. `step` is -1 without ranks."""
 
-    id: int
     groups: list[Granted] = []
     step: int = -1
 
@@ -271,32 +266,28 @@ class Ended(_Message):
     unknown: list[int] = []
 
 
-class TrainedReply(_Message):
+class TrainedReply(_Answer):
     """The answer to GetTrained: lasting names in order; `more` if names remain.
 
     `groups` has the instance ids, rounds and splits of every group, in the first answer only.
     """
 
-    id: int
     names: bytes = b""
     more: bool = False
     groups: list[tuple[str, int | None, str]] = []
 
 
-class Done(_Message):
+class Done(_Answer):
     """The answer to SetPolicyVersion and EndTrained."""
 
-    id: int
 
-
-class LedgerReply(_Message):
+class LedgerReply(_Answer):
     """The answer to GetLedger."""
 
-    id: int
     ledger: Ledger
 
 
-class StatusReply(_Message):
+class StatusReply(_Answer):
     """The answer to GetStatus.
 
     `recovering` while the daemon waits for clients of its predecessor. `next_steps` has each rank's
@@ -305,7 +296,6 @@ class StatusReply(_Message):
     the oldest incomplete group.
     """
 
-    id: int
     bus: str
     pid: int
     version: str
@@ -319,31 +309,27 @@ class StatusReply(_Message):
     in_doubt: int = 0
     world_size: int = 0
     next_steps: dict[int, int] = {}
-    paused: str | None = None
     failed_attempts: dict[str, int] = {}
 
 
-class GroupsReply(_Message):
+class GroupsReply(_Answer):
     """The answer to GetGroups, of at most GROUPS_REPLY_BYTES; `omitted` groups are left out."""
 
-    id: int
     groups: list[GroupCells] = []
     omitted: int = 0
 
 
-class EventsReply(_Message):
+class EventsReply(_Answer):
     """The answer to GetEvents; `missed` counts omitted events, `newest` is the next `after`."""
 
-    id: int
     events: list[BusEvent] = []
     newest: int = 0
     missed: int = 0
 
 
-class GroupReply(_Message):
+class GroupReply(_Answer):
     """The answer to GetGroup: cells while on the bus, holder, and history."""
 
-    id: int
     state: GroupState
     group: GroupCells | None = None
     holder: str = ""
@@ -351,10 +337,9 @@ class GroupReply(_Message):
     events: list[BusEvent] = []
 
 
-class SnapshotTaken(_Message):
+class SnapshotTaken(_Answer):
     """The answer to TakeSnapshot: the manifest, identical to the disk's."""
 
-    id: int
     manifest: bytes
 
 

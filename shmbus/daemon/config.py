@@ -9,18 +9,18 @@ SHMBUS_SERVICE_HOST from a service's name).
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from shmbus.base import limits
 from shmbus.base.arguments import check_backoff, check_share, parse_size
+from shmbus.base.near_names import near
 from shmbus.data.schema import parse
 from shmbus.segment.bounds import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
@@ -157,11 +157,6 @@ _FLAGS = {
 }
 
 
-def _choices(kind: Any) -> str:
-    """Return a setting's choices in argparse's form."""
-    return "{" + ",".join(get_args(kind)) + "}"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each setting, with the value None by default."""
     for field in msgspec.structs.fields(Settings):
@@ -173,17 +168,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         else:
             shown = "" if field.default is None else f" (default {field.default})"
-            parser.add_argument(
-                flag,
-                default=None,
-                help=text + shown,
-                metavar=metavar or _choices(field.type),
-            )
+            metavar = metavar or "{" + ",".join(get_args(field.type)) + "}"
+            parser.add_argument(flag, default=None, help=text + shown, metavar=metavar)
 
 
 _PREFIX = "SHMBUS_"
-#: Similarity of two names, from 0 to 1, that suggests a typing error.
-_NEARLY = 0.8
 _AT_LEAST_0 = ("drain_timeout", "max_policy_lag", "sample_retries")
 _ABOVE_0 = ("group_timeout", "retry_timeout")
 
@@ -267,8 +256,8 @@ def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, 
     found = {}
     for name, value in values.items():
         if name not in types:
-            meant = _nearest(name, types)
-            hint = "" if meant is None else f"did you mean {meant!r}? "
+            meant = near(name.lower(), types)
+            hint = f"did you mean {meant[0]!r}? " if meant else ""
             raise ConfigError(
                 f"{source}: unknown setting {name!r}; {hint}expected one of {', '.join(types)}"
             )
@@ -283,22 +272,16 @@ def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, 
     return found
 
 
-def _nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the probably intended name."""
-    found = difflib.get_close_matches(name.lower(), names, 1, _NEARLY)
-    return found[0] if found else None
-
-
 def _check_environment(environment: Mapping[str, str], names: Sequence[str]) -> None:
     """Refuse a variable that nearly matches a setting, instead of a silent pass."""
     known = {_PREFIX + name.upper() for name in (*names, "config")}
     for variable in sorted(environment):
         if not variable.startswith(_PREFIX) or variable in known:
             continue
-        meant = _nearest(variable[len(_PREFIX) :], (*names, "config"))
-        if meant is not None:
+        meant = near(variable[len(_PREFIX) :].lower(), (*names, "config"))
+        if meant:
             raise ConfigError(
-                f"{variable}: unknown setting; did you mean {_PREFIX}{meant.upper()}? "
+                f"{variable}: unknown setting; did you mean {_PREFIX}{meant[0].upper()}? "
                 "Correct or unset the variable"
             )
 

@@ -22,7 +22,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -138,13 +138,22 @@ class Connection(asyncio.Protocol):
         """Handle the bytes already sent by a client, ahead of its turn."""
         if self._session is None or self._handling:
             return
+        for data in self._unread():
+            if not self._handle(data):
+                return
+
+    def _unread(self) -> Iterator[bytes]:
+        """Yield the socket's unread bytes, up to a frame: a client may write without end."""
         left = limits.MAX_MESSAGE_BYTES
         with contextlib.suppress(OSError):  # nothing more to read
+            # The transport closes its descriptor after `connection_lost`; the inode proves the
+            # same socket.
             while left > 0 and os.fstat(self._fd).st_ino == self._inode:
                 data = os.read(self._fd, left)
-                if not data or not self._handle(data):
+                if not data:
                     return
                 left -= len(data)
+                yield data
 
     def _pause_reading(self) -> None:
         """Let the requests of a busy client gather: one wake-up for many acknowledgements."""
@@ -200,15 +209,8 @@ class Connection(asyncio.Protocol):
 
     def _handle_unread(self) -> None:
         """Handle what the socket still holds: after a failed write the transport reads no more."""
-        # The transport closes its descriptor after `connection_lost`; the inode proves the same
-        # socket. Read at most a frame's bytes, because a client may write without end.
         with contextlib.suppress(OSError, errors.ProtocolError):
-            left = limits.MAX_MESSAGE_BYTES
-            while left > 0 and os.fstat(self._fd).st_ino == self._inode:
-                data = os.read(self._fd, left)
-                if not data:
-                    return
-                left -= len(data)
+            for data in self._unread():
                 for body in self._frames.feed(data):
                     self._receive(messages.decode_request(body))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 from shmbus.base import limits
 from shmbus.daemon.leases import Lease
@@ -50,54 +51,39 @@ def find_group(
         return "open", _cells(collector, group, room, now_s)[0], "", 0.0
     for lease, holder in leases:
         if lease.samples and lease.samples[0].key == key:
-            shown = _of_samples(collector, key, lease.samples, room, now_s)
+            shown, _ = _cells(collector, _whole(lease.samples), room, now_s)
             return "leased", shown, holder, max(0.0, now_s - lease.born_s)
     for entry in stash.table.full(key):
-        return "ready", _of_samples(collector, key, entry.samples, room, now_s), "", 0.0
+        return "ready", _cells(collector, _whole(entry.samples), room, now_s)[0], "", 0.0
     return "gone", None, "", 0.0
 
 
-def _of_samples(
-    collector: Collector,
-    key: Hashable,
-    samples: list[_core.Trajectory],
-    room: int,
-    now_s: float,
-) -> GroupCells:
-    """Show a complete group."""
-    born_s = min(sample.committed_ns for sample in samples) / 1e9
-    first = samples[0]
-    return _shown(collector, key, first.group_size, first.need, born_s, samples, {}, room, now_s)[0]
+class _Whole(NamedTuple):
+    """A complete group."""
+
+    key: Hashable
+    size: int
+    need: int
+    born_s: float
+    samples: list[_core.Trajectory]
+
+
+def _whole(samples: list[_core.Trajectory]) -> _Whole:
+    first, born_s = samples[0], min(sample.committed_ns for sample in samples) / 1e9
+    return _Whole(first.key, first.group_size, first.need, born_s, samples)
 
 
 def _cells(
     collector: Collector,
-    group: _core.GroupEntry[_core.Trajectory] | FailingGroup[_core.Trajectory],
+    group: _core.GroupEntry[_core.Trajectory] | FailingGroup[_core.Trajectory] | _Whole,
     room: int,
     now_s: float,
     most: int = limits.MAX_CELLS_SHOWN,
 ) -> tuple[GroupCells, int]:
-    """Show an incomplete group; also return the room left."""
+    """Show a group; also return the room left."""
     failed = group.failed if isinstance(group, FailingGroup) else {}
-    return _shown(
-        collector, group.key, group.size, group.need, group.born_s, group.samples, failed, room,
-        now_s, most,
-    )  # fmt: skip
-
-
-def _shown(
-    collector: Collector,
-    key: Hashable,
-    size: int,
-    need: int,
-    born_s: float,
-    samples: list[_core.Trajectory],
-    failed: dict[int, FailedIndex[_core.Trajectory]],
-    room: int,
-    now_s: float,
-    most: int = limits.MAX_CELLS_SHOWN,
-) -> tuple[GroupCells, int]:
-    instance_id, round, split = split_key(key)
+    samples, size = group.samples, group.size
+    instance_id, round, split = split_key(group.key)
     # Samples come in index order: take the first.
     cells = [_there(sample, now_s) for sample in samples[:most]]
     cells += [_failed(index, failed[index], now_s) for index in sorted(failed)[:most]]
@@ -108,18 +94,18 @@ def _shown(
         if room <= 0:
             break
         shown.append(cell)
-    group = GroupCells(
+    cells_of_group = GroupCells(
         instance_id=instance_id,
         round=round,
         split=_core.split_label(collector.segment, split),
-        need=need or size,
+        need=group.need or size,
         size=size,
         present=len(samples),
-        age_s=max(0.0, now_s - born_s),
+        age_s=max(0.0, now_s - group.born_s),
         cells=shown,
         cells_omitted=len(samples) + len(failed) - len(shown),
     )
-    return group, room
+    return cells_of_group, room
 
 
 def _there(sample: _core.Trajectory, now_s: float) -> SampleCell:

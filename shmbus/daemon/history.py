@@ -117,40 +117,32 @@ class Events:
             _Noted(self._newest, now_s, kind, who, text, key, index, count, began_s, commits)
         )
 
-    def trace(self, after: int, limit: int) -> tuple[list[BusEvent], int, int]:
-        """Return the oldest events behind a number, and note samples for some seconds."""
-        self._traced_until_s = time.time() + _TRACED_S
-        if after > self._newest:
-            after = 0
-        found = _newest_of(self._others, after, OTHER_EVENTS)
-        found += _newest_of(self._groups, after, GROUP_EVENTS)
-        shown = sorted(found)[:limit]
-        if not shown:
-            return [], self._newest, 0
-        newest = shown[-1].number
-        joined = sum(after < number <= newest for number, _ in self._joined)
-        missed = newest - after - len(shown) - joined
-        return [self._told(each, after) for each in shown], newest, max(0, missed)
-
     def read(
-        self, after: int, limit: int, *, groups: bool = True
+        self, after: int, limit: int, *, groups: bool = True, trace: bool = False
     ) -> tuple[list[BusEvent], int, int]:
-        """Return the newest events behind a number."""
+        """Return the newest events behind a number.
+
+        For a trace: the oldest events, and samples are noted for some seconds.
+        """
         if after > self._newest:
             after = 0  # a number of an earlier daemon
-        found = _newest_of(self._others, after, limit)
+        found = _newest_of(self._others, after, OTHER_EVENTS if trace else limit)
         if groups:
-            found += _newest_of(self._groups, after, limit)
+            found += _newest_of(self._groups, after, GROUP_EVENTS if trace else limit)
         found.sort()
-        shown = found[-limit:]
-        joined = sum(number > after for number, _ in self._joined)
-        missed = self._newest - after - len(shown) - joined
-        return [self._told(each, after) for each in shown], self._newest, missed
+        shown, newest = found[-limit:], self._newest
+        if trace:
+            self._traced_until_s = time.time() + _TRACED_S
+            shown = found[:limit]
+            newest = shown[-1].number if shown else newest
+        joined = sum(after < number <= newest for number, _ in self._joined)
+        missed = max(0, newest - after - len(shown) - joined)
+        return [self._told(each, after) for each in shown], newest, missed
 
-    def of_group(self, key: Hashable, limit: int) -> list[BusEvent]:
+    def of_group(self, key: Hashable) -> list[BusEvent]:
         """Return the newest events of a group, oldest first."""
         found = [each for each in self._groups if each.key == key]
-        return [self._told(each) for each in found[-limit:]]
+        return [self._told(each) for each in found[-_OF_A_GROUP:]]
 
     def _text(self, noted: _Noted, after: int) -> str:
         """Return an event's text; for a run of versions, only the versions after a number."""
@@ -245,7 +237,7 @@ class History:
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
         self._segment = collector.segment
-        self._events = Events(self._segment)
+        self.events = Events(self._segment)
         self._producers = ProducerWatch()
         #: The name behind the current end of a lease, for its drop event.
         self._ending = ""
@@ -257,38 +249,33 @@ class History:
         collector.drops.told = self._dropped
         collector.stash.failures.told = self._failed
         self._producers.look(self._segment, collector.deaths)  # producers from earlier
-        self._events.note("daemon_began")
+        self.events.note("daemon_began")
 
     # -- what happens ---------------------------------------------------------------------------
 
     def look_at_producers(self) -> None:
         """Note producers' arrivals and ends, before a sweep makes the ended look alike."""
         for kind, who in self._producers.look(self._segment, self._collector.deaths):
-            self._events.note(kind, who)
+            self.events.note(kind, who)
 
     def look(self, sessions: Iterable[Session], now_s: float) -> None:
         """Look for unreported changes: producers, pauses, versions; and count waits."""
         self.look_at_producers()
-        paused = self._segment.paused()
+        paused, lane = self._segment.paused(), self._collector.lane_pause
         if (paused is None) != (self._paused is None):
-            if paused is not None:
-                self._events.note("paused", text=paused[0])
-            else:
-                self._events.note("resumed")
-        self._paused = paused
-        lane = self._collector.lane_pause
+            self._note_pause("", None if paused is None else paused[0])
         if (lane is None) != (self._lane_pause is None):
-            if lane is not None:
-                self._events.note("requests_paused", text=lane.reason)
-            else:
-                self._events.note("requests_resumed")
-        self._lane_pause = lane
+            self._note_pause("requests_", None if lane is None else lane.reason)
+        self._paused, self._lane_pause = paused, lane
         version = self._segment.policy_version
         if version != self._version:
             self._version = version
-            self._events.note_version(version)
+            self.events.note_version(version)
         for session in sessions:
             self._count_waits(session, now_s)
+
+    def _note_pause(self, what: str, reason: str | None) -> None:
+        self.events.note(f"{what}{'resumed' if reason is None else 'paused'}", text=reason or "")
 
     def _count_waits(self, session: Session, now_s: float) -> None:
         waited_s = session.new_waits_s(now_s)
@@ -298,18 +285,18 @@ class History:
     def joined(self, session: Session) -> None:
         """Note a new client."""
         if not session.observer:
-            self._events.note("trainer_came", session.name)
+            self.events.note("trainer_came", session.name)
 
     def left(self, session: Session, now_s: float, *, orderly: bool) -> None:
         """Note a client's leave or lost connection."""
         if not session.observer:
             self._count_waits(session, now_s)
-            self._events.note("trainer_left" if orderly else "trainer_lost", session.name)
+            self.events.note("trainer_left" if orderly else "trainer_lost", session.name)
 
     def leased(self, lease: Lease, session: Session) -> None:
         """Note a group's lease to a client."""
         samples = lease.samples
-        self._events.note_group(
+        self.events.note_group(
             "leased",
             samples[0].key,
             session.name,
@@ -320,30 +307,28 @@ class History:
 
     def given_back(self, lease: Lease) -> None:
         """Note a returned group."""
-        self._events.note_group("given_back", lease.samples[0].key, count=len(lease.samples))
+        self.events.note_group("given_back", lease.samples[0].key, count=len(lease.samples))
 
     def end(self, lease: Lease, session: Session, reason: int) -> None:
         """Note a client's end of a lease; the collector reports its drop at once."""
         if reason != _core.ACKED:
             self._ending = session.name
         else:
-            samples = lease.samples
-            self._events.note_group(
-                "acknowledged", samples[0].key, session.name, count=len(samples)
-            )
+            key, count = lease.samples[0].key, len(lease.samples)
+            self.events.note_group("acknowledged", key, session.name, count=count)
 
     def _dropped(self, reason: str, samples: Sequence[_core.Trajectory]) -> None:
         who, self._ending = self._ending, ""
         first = samples[0]
         index = first.index if len(samples) == 1 < first.group_size else None
-        self._events.note_group(
+        self.events.note_group(
             "dropped", first.key, who, reason, index=index, count=len(samples), samples=samples
         )
 
     def _failed(self, key: Hashable, index: int, failed: FailedIndex[_core.Trajectory]) -> None:
         self.failed_attempts[kind_of(failed.reason)] += 1
         report = failed.report
-        self._events.note_group(
+        self.events.note_group(
             "failed" if failed.request is None else "asked",
             key,
             "" if report is None else self._producers.name(report.producer_id),
@@ -361,15 +346,10 @@ class History:
         split = labels.get(request.split, -1)
         return make_key(request.instance_id, request.round, split)
 
-    def of_group(self, key: Hashable) -> list[BusEvent]:
-        """Return the events of a group, oldest first."""
-        return self._events.of_group(key, _OF_A_GROUP)
-
     def reply(self, request: messages.GetEvents) -> messages.EventsReply:
         """Return the requested events."""
         limit = min(request.limit, limits.MAX_EVENTS_SHOWN)
-        if request.trace:
-            events, newest, missed = self._events.trace(request.after, limit)
-        else:
-            events, newest, missed = self._events.read(request.after, limit, groups=request.groups)
+        events, newest, missed = self.events.read(
+            request.after, limit, groups=request.groups or request.trace, trace=request.trace
+        )
         return messages.EventsReply(id=request.id, events=events, newest=newest, missed=missed)

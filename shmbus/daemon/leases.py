@@ -150,11 +150,7 @@ class Session:
 
     def send(self, reply: messages.Reply) -> None:
         """Send a reply, behind held-back confirmations: the client wakes once."""
-        held = self._held_back()
-        if held is None:
-            self._send(reply)
-        else:
-            self._send(held, reply)
+        self._send(*self._held_back(), reply)
 
     def note_ended(self, ended: list[int], unknown: list[int]) -> None:
         """Confirm ended leases later: with the next reply, or in large numbers."""
@@ -165,16 +161,15 @@ class Session:
 
     def confirm(self) -> None:
         """Send the held-back confirmations."""
-        held = self._held_back()
-        if held is not None:
-            self._send(held)
+        if held := self._held_back():
+            self._send(*held)
 
-    def _held_back(self) -> messages.Ended | None:
+    def _held_back(self) -> list[messages.Ended]:
         if not (self._ended or self._unknown):
-            return None
+            return []
         held = messages.Ended(numbers=self._ended, unknown=self._unknown)
         self._ended, self._unknown = [], []
-        return held
+        return [held]
 
     def status(self) -> LeaseStatus:
         """Return the client's status."""

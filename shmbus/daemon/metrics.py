@@ -121,11 +121,10 @@ def _ledger(status: BusStatus) -> Iterator[Metric]:
     ledger = status.ledger
     dropped = {reason: ledger.dropped.get(reason, 0) for reason in REASONS[1:]}
     states = {"leased": ledger.leased, "stashed": ledger.stashed, "in_ring": ledger.in_ring}
-    for name, text, value in (
-        ("shmbus_committed", "Trajectories committed by producers.", ledger.committed),
-        ("shmbus_acknowledged", "Trajectories acknowledged by trainers.", ledger.acknowledged),
-    ):
-        yield _counter(name, text, status, value)
+    text = "Trajectories committed by producers."
+    yield _counter("shmbus_committed", text, status, ledger.committed)
+    text = "Trajectories acknowledged by trainers."
+    yield _counter("shmbus_acknowledged", text, status, ledger.acknowledged)
     yield _counter("shmbus_dropped", "Trajectories dropped, by reason.", status, dropped, "reason")
     text = "Trajectories not yet acknowledged or dropped, by state."
     yield _gauge("shmbus_trajectories", text, status, states, "state")

@@ -96,38 +96,26 @@ class Claims:
 
     def resolve(self, table: LeaseTable) -> dict[Session, messages.Claimed]:
         """Lease or release the claimed groups, once the ring is read; return the answers."""
-        kept: dict[Session, list[tuple[int, int]]] = {}
-        ended: dict[Session, list[int]] = {}
-        lost: dict[Session, list[int]] = {}
-        sessions: dict[Session, None] = {}
+        answers: dict[Session, messages.Claimed] = {}
         for claim in self._claims:
             session, held = claim.session, claim.held
+            answer = messages.Claimed()
             if session is not None:
-                sessions[session] = None
+                answer = answers.setdefault(session, answer)
             if not claim.samples:
                 # Released by the previous daemon, dead before a confirmation.
-                if session is not None:
-                    answers = lost if held.reason == LEASE_HELD else ended
-                    answers.setdefault(session, []).append(held.token)
+                (answer.lost if held.reason == LEASE_HELD else answer.ended).append(held.token)
                 continue
             lease = table.claimed(sorted(claim.samples, key=lambda t: t.index))
             if held.reason != LEASE_HELD:
                 table.end(lease, held.reason)
-                if session is not None:
-                    ended.setdefault(session, []).append(held.token)
+                answer.ended.append(held.token)
             elif session is None:
                 table.give_back([lease])
             else:
                 keep(session, lease, held)
-                kept.setdefault(session, []).append((held.token, lease.number))
-        return {
-            session: messages.Claimed(
-                kept=kept.get(session, []),
-                ended=ended.get(session, []),
-                lost=lost.get(session, []),
-            )
-            for session in sessions
-        }
+                answer.kept.append((held.token, lease.number))
+        return answers
 
 
 def keep(session: Session, lease: Lease, held: messages.Held) -> None:
@@ -147,8 +135,8 @@ class Withheld:
         self._collector = collector
         self._extents: dict[int, set[int]] = {}
         self._keys: set[Hashable] = set()
-        #: In the order of reading.
-        self._samples: list[Trajectory] = []
+        #: Withheld trajectories, in the order of reading.
+        self.samples: list[Trajectory] = []
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -156,12 +144,12 @@ class Withheld:
     def begin(self, samples: list[Trajectory], extents: dict[int, set[int]]) -> None:
         """Withhold the trajectories in clients' extents; the rest goes into the stash."""
         self._extents = extents
-        self._samples = samples
+        self.samples = samples
         self._withhold()
 
     def _withhold(self) -> None:
         """Divide the trajectories between here and the stash, by the awaited clients."""
-        samples, self._samples = self._samples, []
+        samples, self.samples = self.samples, []
         awaited = set().union(*self._extents.values())
         extents = extents_of(samples) if awaited else ()
         self._keys = {
@@ -176,17 +164,12 @@ class Withheld:
         """Withhold samples of withheld groups; the rest goes into the stash."""
         if not self._keys:
             return samples
-        self._samples += [sample for sample in samples if sample.key in self._keys]
+        self.samples += [sample for sample in samples if sample.key in self._keys]
         return [sample for sample in samples if sample.key not in self._keys]
 
     def clients(self) -> set[int]:
         """Clients that may still hold leases."""
         return set(self._extents)
-
-    @property
-    def samples(self) -> list[Trajectory]:
-        """Withheld trajectories."""
-        return self._samples
 
     def claim(self, client: int, groups: list[messages.Held]) -> dict[int, list[Trajectory]]:
         """Take out a client's held or ended trajectories, by its groups' tokens."""
@@ -194,14 +177,14 @@ class Withheld:
         tokens = {i: held.token for held in groups for i in split_identities(held.identities)}
         found: dict[int, list[Trajectory]] = {}
         left = []
-        samples = self._samples
+        samples = self.samples
         identities = split_identities(_core.identities(samples))
         for sample, identity, extent in zip(samples, identities, extents_of(samples), strict=True):
             if extent in extents and identity in tokens:
                 found.setdefault(tokens[identity], []).append(sample)
             else:
                 left.append(sample)
-        self._samples = left
+        self.samples = left
         return {token: sorted(samples, key=lambda t: t.index) for token, samples in found.items()}
 
     def clear(self, client: int) -> None:
@@ -244,25 +227,23 @@ class InDoubt:
         client = session.client
         mine = {_core.identities(x.samples): x for x in self._leases.pop(client, [])}
         withheld = self.withheld.claim(client, groups)
-        kept: list[tuple[int, int]] = []
-        ended: list[int] = []
-        lost: list[int] = []
+        answer = messages.Claimed()
         for held in groups:
             lease = mine.pop(held.identities, None)
             if lease is None and held.token in withheld:
                 lease = table.claimed(withheld[held.token])
             if lease is None:
                 # Released before: an acknowledged group is done, a held group is lost.
-                (ended if held.reason != LEASE_HELD else lost).append(held.token)
+                (answer.ended if held.reason != LEASE_HELD else answer.lost).append(held.token)
             elif held.reason != LEASE_HELD:
                 table.end(lease, held.reason)
-                ended.append(held.token)
+                answer.ended.append(held.token)
             else:
                 keep(session, lease, held)
-                kept.append((held.token, lease.number))
+                answer.kept.append((held.token, lease.number))
         if mine:
             self._leases[client] = list(mine.values())
-        return messages.Claimed(kept=kept, ended=ended, lost=lost)
+        return answer
 
     def clear(self, client: int) -> list[Lease]:
         """Release this client's leases and samples in doubt, after a full claim or its death."""

@@ -112,10 +112,9 @@ class Service:
         self._table = LeaseTable(collector)
         self._planner: StepPlanner | None = None
         self._waiting: list[Waiting] = []
-        #: Ends and claims received while frozen.
+        #: Received while frozen.
         self._deferred_ends: list[tuple[Session, Lease, int]] = []
         self._deferred_claims: list[tuple[Session, messages.Claim]] = []
-        #: Received while frozen, too.
         self._deferred_trained: list[tuple[Session, messages.EndTrained]] = []
         #: Received before clients of the previous daemon reported their trained samples.
         self._deferred_asks: list[tuple[Session, messages.GetTrained]] = []
@@ -137,9 +136,7 @@ class Service:
         """Return clients' groups from outside the stash; None while some stay unknown."""
         if len(self._in_doubt.withheld):
             return None
-        leases = [*self._held(), *self._table.returned]
-        leases += [] if self._planner is None else self._planner.waiting()
-        return [lease.samples for lease in leases if lease.group is None]
+        return [lease.samples for lease in self._all_leases() if lease.group is None]
 
     # -- the ring -------------------------------------------------------------------------------
 
@@ -446,7 +443,8 @@ class Service:
         if session.waiting >= MAX_WAITING:
             raise errors.ProtocolError(f"more than {MAX_WAITING} requests wait already")
         session.begin_wait(now)
-        waiting = Waiting(session, request, self._split_of(session), now)
+        split = _core.split_number(self.collector.segment, session.split)
+        waiting = Waiting(session, request, split, now)
         self._waiting.append(waiting)
         if self._table.ready_of(waiting.split) >= waiting.wanted:
             self.serve(now)
@@ -578,6 +576,11 @@ class Service:
         held = [lease for session in self.sessions.values() for lease in session.leases.values()]
         return held + self._in_doubt.leases()
 
+    def _all_leases(self) -> list[Lease]:
+        """Return the groups outside the stash: with clients, given back, waiting for their rank."""
+        waiting = [] if self._planner is None else self._planner.waiting()
+        return [*self._held(), *self._table.returned, *waiting]
+
     def _what_was_trained(self, request: messages.GetTrained) -> messages.TrainedReply:
         leases = self._held() + ([] if self._planner is None else self._planner.waiting())
         names = self.collector.ended_names()
@@ -615,9 +618,7 @@ class Service:
 
     def _out_of_stash(self) -> list[Trajectory]:
         """Return leased and withheld samples that may come back."""
-        leases = [*self._held(), *self._table.returned]
-        leases += [] if self._planner is None else self._planner.waiting()
-        found = [sample for lease in leases for sample in lease.samples]
+        found = [sample for lease in self._all_leases() for sample in lease.samples]
         return found + self._in_doubt.withheld.samples
 
     def _withdraw_trained(self) -> None:
@@ -636,9 +637,6 @@ class Service:
     def _forget_trained(self, now: float) -> None:
         self._next_forget_s = now + limits.SWEEP_INTERVAL_S
         self.collector.forget_trained(self._out_of_stash())
-
-    def _split_of(self, session: Session) -> int:
-        return _core.split_number(self.collector.segment, session.split)
 
     def _lease(self, max_groups: int, split: int) -> list[Lease]:
         if not self._table.ready_of(split):
@@ -682,11 +680,10 @@ class Service:
 
     def status(self, request: messages.GetStatus) -> messages.StatusReply:
         """Return the state of the daemon, of its clients and of incomplete groups."""
-        segment, now = self.collector.segment, time.monotonic()
-        paused, oldest = segment.paused(), self.collector.stash.oldest(1)
+        now, oldest = time.monotonic(), self.collector.stash.oldest(1)
         return messages.StatusReply(
             id=request.id,
-            bus=segment.name,
+            bus=self.collector.segment.name,
             pid=os.getpid(),
             version=VERSION,
             uptime_s=now - self.began_s,
@@ -699,7 +696,6 @@ class Service:
             in_doubt=len(self._in_doubt),
             world_size=0 if self._planner is None else self._planner.size,
             next_steps={} if self._planner is None else dict(self._planner.next_steps),
-            paused=None if paused is None else paused[0] or "no reason given",
             failed_attempts=dict(self.history.failed_attempts),
         )
 
@@ -721,5 +717,5 @@ class Service:
             group=group,
             holder=holder,
             held_s=held_s,
-            events=self.history.of_group(key),
+            events=self.history.events.of_group(key),
         )

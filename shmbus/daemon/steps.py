@@ -431,12 +431,8 @@ class StepPlanner:
 
     def dissolve(self) -> list[Lease]:
         """Return every group without a holder, after the end of the job."""
-        out = self.empty_pool()
-        for shards in self._shards.values():
-            for shard in shards.values():
-                out += shard
-        for returned in self._returned.values():
-            out += returned
+        out = self.waiting()
+        self.empty_pool()
         for lease in out:
             lease.step = lease.rank = -1
         self.waiting_groups = self.waiting_records = 0

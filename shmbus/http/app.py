@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,13 +21,14 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
+import uvloop
 from aiohttp import web
 
 from shmbus import errors
 from shmbus.base.format import printable
 from shmbus.http.access import Access, Refusal, Route
 from shmbus.http.metrics import Metrics
-from shmbus.http.server import HttpServer, connection_of, run_server, url_of, wait_for_any
+from shmbus.http.server import HttpServer, connection_of, url_of
 
 logger = logging.getLogger(__name__)
 
@@ -233,13 +235,28 @@ def run(
 ) -> int:
     """Serve until SIGTERM, SIGINT, or the end of `parent`; return 1 if the service is gone."""
 
-    async def serve(stop: asyncio.Event) -> int:
+    async def serve() -> int:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        if parent is not None:
+            # Readable at its end: the starting process is gone.
+            loop.add_reader(parent.fileno(), stop.set)
         async with serving() as service:
             # Freeze the long-lived objects: the collector need not scan them after a few requests.
             gc.collect()
             gc.freeze()
             say(service.url)
-            await wait_for_any(stop, service.gone)
+            waits = [asyncio.ensure_future(event.wait()) for event in (stop, service.gone)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
             return 1 if service.gone.is_set() else 0
 
-    return run_server(serve, parent)
+    loop: Any = uvloop.new_event_loop()
+    try:
+        status: int = loop.run_until_complete(serve())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        return status
+    finally:
+        loop.close()

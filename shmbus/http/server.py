@@ -20,7 +20,6 @@ import asyncio
 import fcntl
 import logging
 import resource
-import signal
 import socket
 import sys
 import termios
@@ -29,7 +28,6 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, Final, cast
 
-import uvloop
 from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -360,35 +358,3 @@ def answer_expectation(request: web.BaseRequest) -> None:
         )
     if request.transport is not None and request.version >= HttpVersion11:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-
-async def wait_for_any(*events: asyncio.Event) -> None:
-    """Wait until one of the events is set."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-
-
-def run_server(
-    serve: Callable[[asyncio.Event], Awaitable[int]], parent: socket.socket | None
-) -> int:
-    """Run `serve(stop)` in a loop of its own; SIGTERM, SIGINT and the parent's end set `stop`."""
-
-    async def until_told() -> int:
-        loop = asyncio.get_running_loop()
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        if parent is not None:
-            # Readable at its end: the starting process is gone.
-            loop.add_reader(parent.fileno(), stop.set)
-        return await serve(stop)
-
-    loop: Any = uvloop.new_event_loop()
-    try:
-        status: int = loop.run_until_complete(until_told())
-        loop.run_until_complete(loop.shutdown_default_executor())
-        return status
-    finally:
-        loop.close()

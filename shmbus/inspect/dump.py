@@ -117,10 +117,11 @@ def inspect(
         if file.walkable:
             schema, schema_problem = read_schema(file)
             slots = [s for s in _slots(file) if producer in (None, s.producer_id)]
+            # The collector's lane holds stragglers of every producer.
             leased = [
-                r
-                for r in file.runs()
-                if producer is None or _may_hold_records_of(file, r, producer)
+                run
+                for run in file.runs()
+                if producer in (None, run.producer_id) or run.slot == file.max_producers
             ]
             collects = file.collector_alive()
             for run in leased:
@@ -136,7 +137,7 @@ def inspect(
             problem=None if file.problem is None else printable(str(file.problem)),
             in_use=file.in_use(),
             collector_alive=file.collector_alive(),
-            header=_header(file),
+            header={name: _header_value(file.header[name]) for name in file.header.dtype.names},
             slots=slots,
             runs=runs,
             records=records,
@@ -144,15 +145,6 @@ def inspect(
             schema=schema,
             schema_problem=schema_problem,
         )
-
-
-def _may_hold_records_of(file: SegmentFile, run: Run, producer: int) -> bool:
-    # The collector's lane holds stragglers of every producer.
-    return run.producer_id == producer or run.slot == file.max_producers
-
-
-def _header(file: SegmentFile) -> dict[str, Any]:
-    return {name: _header_value(file.header[name]) for name in file.header.dtype.names}
 
 
 def _header_value(value: np.generic) -> str | int:

@@ -20,6 +20,7 @@ import stat
 from typing import Final, Literal, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from shmbus import errors
 from shmbus.base.format import printable, several
@@ -54,19 +55,16 @@ _LOST_UNKNOWN: Final = "its content cannot be read"
 class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     """A file in /dev/shm with a name like ours."""
 
-    #: The file, and its bus.
     path: str
     name: str
     #: By its name and type; "other" if the two disagree. A companion is a segment beside
     #: a bus, such as the weights of the demo.
     kind: Kind
-    #: Its user.
     owner: str
     #: Occupied bytes.
     size: int
     #: Removable: ours, and no living process uses it. Unknown: not recognisably shmbus's.
     verdict: Verdict
-    #: Why.
     reason: str
     #: Trajectories, and their complete groups, lost with a removable segment; None if
     #: uncountable.
@@ -112,7 +110,7 @@ def foreign() -> list[Leftover]:
             each = _check(entry.path, "other", "", os.lstat(entry.path))
             if each.verdict != "not_ours" and each.inode not in mapped:
                 reason = f"no process here maps this file of another program: rm {entry.path}"
-                found.append(msgspec.structs.replace(each, reason=reason))
+                found.append(replace(each, reason=reason))
     return found
 
 
@@ -166,14 +164,9 @@ def _check(path: str, kind: Kind, name: str, info: os.stat_result) -> Leftover:
     )
     if info.st_uid != os.geteuid():
         reason = f"it belongs to {found.owner}"
-        return msgspec.structs.replace(found, verdict="not_ours", reason=reason)
-    if kind == "segment":
-        return _check_segment(found)
-    if kind == "socket":
-        return _check_socket(found)
-    if kind == "companion":
-        return _check_companion(found)
-    return found
+        return replace(found, verdict="not_ours", reason=reason)
+    checks = {"segment": _check_segment, "socket": _check_socket, "companion": _check_companion}
+    return checks[kind](found) if kind in checks else found
 
 
 def _check_socket(found: Leftover) -> Leftover:
@@ -184,12 +177,10 @@ def _check_socket(found: Leftover) -> Leftover:
         except OSError as error:  # a path too long for a socket address
             status = error.errno or errno.EINVAL
     if status == errno.ECONNREFUSED:
-        return msgspec.structs.replace(
-            found, verdict="removable", reason="nobody listens on it", undelivered=0
-        )
+        return replace(found, verdict="removable", reason="nobody listens on it", undelivered=0)
     if status in (0, errno.EAGAIN, errno.EINPROGRESS, errno.EPROTOTYPE):
-        return msgspec.structs.replace(found, verdict="in_use", reason="a daemon listens on it")
-    return msgspec.structs.replace(
+        return replace(found, verdict="in_use", reason="a daemon listens on it")
+    return replace(
         found, reason=f"cannot tell whether a daemon listens on it: {os.strerror(status)}"
     )
 
@@ -198,20 +189,18 @@ def _check_companion(found: Leftover) -> Leftover:
     try:
         fd = _open_again(found)
     except PermissionError:
-        return msgspec.structs.replace(found, reason=_UNREADABLE)
+        return replace(found, reason=_UNREADABLE)
     try:
         # Against new users, until close.
         if not try_lock(fd):
-            return msgspec.structs.replace(
-                found, verdict="in_use", reason="a living process has it open"
-            )
+            return replace(found, verdict="in_use", reason="a living process has it open")
         if os.path.basename(found.path).startswith(_FLEET_PREFIX) and os.fstat(fd).st_size:
             # After a removal no process would know of them.
             reason = f"inference servers were left paused: shmbus weights {found.name} --resume"
-            return msgspec.structs.replace(found, reason=reason)
+            return replace(found, reason=reason)
     finally:
         os.close(fd)
-    return msgspec.structs.replace(found, verdict="removable", reason=_DEAD, undelivered=0)
+    return replace(found, verdict="removable", reason=_DEAD, undelivered=0)
 
 
 def _open_again(found: Leftover, flags: int = os.O_RDONLY) -> int:
@@ -222,13 +211,13 @@ def _check_segment(found: Leftover) -> Leftover:
     try:
         file = SegmentFile(found.name)
     except PermissionError:
-        return msgspec.structs.replace(found, reason=_UNREADABLE)
+        return replace(found, reason=_UNREADABLE)
     with file:
         if file.in_use():
-            return msgspec.structs.replace(found, verdict="in_use", reason=_users(file))
+            return replace(found, verdict="in_use", reason=_users(file))
         if file.problem is None:
             status = status_of(file)
-            return msgspec.structs.replace(
+            return replace(
                 found,
                 verdict="removable",
                 reason=_DEAD,
@@ -238,15 +227,13 @@ def _check_segment(found: Leftover) -> Leftover:
         magic = int(file.header["magic"])
         if magic == 0:
             reason = f"{_DEAD}; its creator never finished it"
-            return msgspec.structs.replace(
+            return replace(
                 found, verdict="removable", reason=reason, undelivered=0, undelivered_groups=0
             )
         if magic != _core.MAGIC:
-            return msgspec.structs.replace(found, reason="it is no segment of shmbus")
+            return replace(found, reason="it is no segment of shmbus")
         why = str(file.problem).split("; ", 1)[0].removeprefix(f"bus {found.name!r}: ")
-        return msgspec.structs.replace(
-            found, verdict="removable", reason=f"{_DEAD}; {_LOST_UNKNOWN}: {why}"
-        )
+        return replace(found, verdict="removable", reason=f"{_DEAD}; {_LOST_UNKNOWN}: {why}")
 
 
 def _users(file: SegmentFile) -> str:

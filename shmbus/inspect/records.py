@@ -41,7 +41,6 @@ class Run(msgspec.Struct, frozen=True):
     sealed: bool
     #: Outstanding writable views.
     writer_pins: int
-    #: The producer that leased the run.
     producer_id: int
 
 

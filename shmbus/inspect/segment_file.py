@@ -38,7 +38,6 @@ _DECLARED_BYTES: Final = STRUCTS["declared_part"].itemsize
 _LEAD_BYTES: Final = STRUCTS["lead_table"].itemsize + 8 * _core.LEAD_ROWS
 #: The request lane begins at a multiple of this, for the alignment of its widest fields.
 _LANE_ALIGN: Final = 128
-_FIGURES_BYTES: Final = _core.FIGURES_BYTES
 _SPLIT: Final = STRUCTS["split_entry"]
 _ANCESTOR: Final = np.dtype([("identity", "V16"), ("producers", "<u8")])
 _SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
@@ -80,7 +79,7 @@ class SegmentFile(ClosedByWith):
             if not stat.S_ISREG(self.info.st_mode):
                 raise errors.LayoutMismatchError(f"bus {name!r}: {self.path} is no regular file")
             self.file_bytes = self.info.st_size
-            raw = self._read(_core.HEADER_BYTES, 0)
+            raw = self.read(_core.HEADER_BYTES, 0)
             self.header: Any = np.frombuffer(raw, _HEADER, count=1)[0]
             #: Walkable: its tables can be read, of a truncated file up to its end. If not, only
             #: `header`, `file_bytes` and the locks mean anything.
@@ -93,7 +92,7 @@ class SegmentFile(ClosedByWith):
         self.max_producers = int(self.header["max_producers"])
         self.data_offset = int(self.header["data_offset"])
 
-    def _read(self, count: int, position: int) -> bytes:
+    def read(self, count: int, position: int) -> bytes:
         """Read `count` bytes, with zeros beyond the end of the file."""
         parts = []
         while count > 0:
@@ -154,23 +153,23 @@ class SegmentFile(ClosedByWith):
 
     def refresh(self) -> None:
         """Read the header again; the geometry stays unchanged."""
-        self.header = np.frombuffer(self._read(_core.HEADER_BYTES, 0), _HEADER, count=1)[0]
+        self.header = np.frombuffer(self.read(_core.HEADER_BYTES, 0), _HEADER, count=1)[0]
 
     def released(self) -> tuple[int, ...]:
         """Read the counters of releases, by reason."""
-        raw = self._read(8 * _core.REASONS, _core.RELEASED_OFFSET)
+        raw = self.read(8 * _core.REASONS, _core.RELEASED_OFFSET)
         return tuple(np.frombuffer(raw, "<u8").tolist())
 
     def slots(self) -> NDArray[Any]:
         """Read the producer slots; the last is the collector's own lane."""
         count = self.max_producers + 1
-        raw = self._read(count * _SLOT.itemsize, _core.HEADER_BYTES)
+        raw = self.read(count * _SLOT.itemsize, _core.HEADER_BYTES)
         return np.frombuffer(raw, _SLOT)
 
     def extents(self) -> NDArray[Any]:
         """Read the extents' descriptors."""
         size = self.extent_count * _EXTENT.itemsize
-        return np.frombuffer(self._read(size, self._extent_at(0)), _EXTENT)
+        return np.frombuffer(self.read(size, self._extent_at(0)), _EXTENT)
 
     def _extent_at(self, number: int) -> int:
         before = _core.HEADER_BYTES + (self.max_producers + 1) * _SLOT.itemsize
@@ -182,7 +181,7 @@ class SegmentFile(ClosedByWith):
         count, reason = int(header["intent_count"]), int(header["intent_reason"])
         if not 0 < count <= _core.MAX_GROUP_SIZE or reason >= _core.REASONS:
             return 0, 0, frozenset()
-        log = self._read(8 * count, self._extent_at(self.extent_count))
+        log = self.read(8 * count, self._extent_at(self.extent_count))
         about = np.array(
             [
                 (count << 32) | reason,
@@ -202,16 +201,12 @@ class SegmentFile(ClosedByWith):
 
     def retry_table(self) -> bytes:
         """Read the bytes of the retry table."""
-        return self._read(_RETRY_BYTES, _retries_at(self.max_producers, self.extent_count))
+        return self.read(_RETRY_BYTES, _retries_at(self.max_producers, self.extent_count))
 
     def schema(self) -> _core.DeclaredSchema | None:
         """Read the declared schema; LayoutMismatchError for a damaged schema."""
         position = self._splits_at() + _SPLITS_BYTES + _CANCELLED_BYTES
-        return decode_part(self.name, self._read(_DECLARED_BYTES, position))
-
-    def read(self, count: int, position: int) -> bytes:
-        """Read `count` bytes of the file, with zeros beyond its end."""
-        return self._read(count, position)
+        return decode_part(self.name, self.read(_DECLARED_BYTES, position))
 
     @property
     def lead_offset(self) -> int:
@@ -231,19 +226,20 @@ class SegmentFile(ClosedByWith):
 
     def figures(self) -> tuple[list[list[int]], list[float], int]:
         """Read the histograms of deliveries, their sums, and the useless groups."""
-        raw = np.frombuffer(self._read(_FIGURES_BYTES, self._waits_at() - _FIGURES_BYTES), "<u8")
+        raw = np.frombuffer(
+            self.read(_core.FIGURES_BYTES, self._waits_at() - _core.FIGURES_BYTES), "<u8"
+        )
         words, count = _core.FIGURE_WORDS, len(_core.FIGURE_BOUNDS)
         entries = raw[: words * count].reshape(count, words)
         sums = np.ascontiguousarray(entries[:, -1]).view("<f8")
         return entries[:, :-1].tolist(), sums.tolist(), int(raw[words * count])
 
     def _waits_at(self) -> int:
-        end = _tables_bytes(self.max_producers, self.extent_count)
-        return end - _waits_bytes(self.max_producers)
+        return self.lead_offset - _waits_bytes(self.max_producers)
 
     def waits(self) -> NDArray[Any]:
         """Read the notes of slots, ``wait_row``; the last slot is the collector's."""
-        return np.frombuffer(self._read(_waits_bytes(self.max_producers), self._waits_at()), _WAIT)
+        return np.frombuffer(self.read(_waits_bytes(self.max_producers), self._waits_at()), _WAIT)
 
     def _splits_at(self) -> int:
         return _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
@@ -257,7 +253,7 @@ class SegmentFile(ClosedByWith):
 
     def splits(self) -> NDArray[Any]:
         """Read the table of splits."""
-        raw = self._read(_SPLITS_BYTES, self._splits_at())
+        raw = self.read(_SPLITS_BYTES, self._splits_at())
         return np.frombuffer(raw, _SPLIT)
 
     def split_label(self, number: int) -> str:
@@ -268,6 +264,12 @@ class SegmentFile(ClosedByWith):
             if label:
                 self._split_labels[number] = label  # labels never change
         return label or f"#{number}"
+
+    def labelled_splits(self) -> Iterator[tuple[str, Any]]:
+        """Yield label and row of each split with a label."""
+        for number, row in enumerate(self.splits()):
+            if (label := self.split_label(number)) != f"#{number}":
+                yield label, row
 
     def runs(self) -> list[Run]:
         """Find every leased run, lane by lane in the order of writing."""
@@ -312,7 +314,7 @@ class SegmentFile(ClosedByWith):
 
     def still(self, run: Run) -> bool:
         """Tell if a run is still under its original lease."""
-        raw = self._read(_EXTENT.itemsize, self._extent_at(run.extent))
+        raw = self.read(_EXTENT.itemsize, self._extent_at(run.extent))
         word = int(np.frombuffer(raw, _EXTENT)[0]["word"])
         return word == (run.generation << 32 | (run.slot + 1))
 
@@ -364,7 +366,7 @@ class SegmentFile(ClosedByWith):
 
     def read_payload(self, row: RecordRow, offset: int, count: int) -> bytes:
         """Read bytes of a record, from an offset within the record."""
-        return self._read(count, self.position(row.extent) + row.offset + offset)
+        return self.read(count, self.position(row.extent) + row.offset + offset)
 
     # -- living processes ------------------------------------------------------------------------
 
@@ -404,7 +406,7 @@ def _retries_at(max_producers: int, extent_count: int) -> int:
 def _tables_bytes(max_producers: int, extent_count: int) -> int:
     before = _retries_at(max_producers, extent_count)
     before += _RETRY_BYTES + _SPLITS_BYTES + _CANCELLED_BYTES
-    before += _DECLARED_BYTES + _FIGURES_BYTES
+    before += _DECLARED_BYTES + _core.FIGURES_BYTES
     return before + _waits_bytes(max_producers)
 
 

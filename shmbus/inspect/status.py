@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from shmbus import errors
 from shmbus.base import limits
@@ -75,21 +75,20 @@ def read_status(
     groups = read_groups(name, ask=status.daemon is not None and status.daemon.answers)
     verdict = judge(status, groups.groups, still_s=still_s, wants=wants or "")
     oldest = groups.groups[: limits.STATUS_GROUPS]
-    return msgspec.structs.replace(status, verdict=verdict, oldest_incomplete=oldest)
+    return replace(status, verdict=verdict, oldest_incomplete=oldest)
 
 
 def _with_waiting(status: BusStatus, pid: int) -> BusStatus:
     """Count a process as waiting: it asks between two waits."""
     if status.daemon is None:
         waits = status.collector.alive and status.collector.pid == pid
-        collector = msgspec.structs.replace(status.collector, waits=waits)
-        return msgspec.structs.replace(status, collector=collector)
+        collector = replace(status.collector, waits=waits)
+        return replace(status, collector=collector)
     leases = [
-        msgspec.structs.replace(lease, waiting=lease.waiting or lease.pid == pid)
-        for lease in status.daemon.leases
+        replace(lease, waiting=lease.waiting or lease.pid == pid) for lease in status.daemon.leases
     ]
-    daemon = msgspec.structs.replace(status.daemon, leases=leases)
-    return msgspec.structs.replace(status, daemon=daemon)
+    daemon = replace(status.daemon, leases=leases)
+    return replace(status, daemon=daemon)
 
 
 def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStatus:
@@ -97,9 +96,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
     if reply is None:
         return status
     if isinstance(reply, str):
-        return msgspec.structs.replace(
-            status, daemon=DaemonStatus(answers=False, problem=printable(reply))
-        )
+        return replace(status, daemon=DaemonStatus(answers=False, problem=printable(reply)))
     daemon = DaemonStatus(
         answers=True,
         pid=reply.pid,
@@ -117,7 +114,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         groups_ready=reply.ledger.groups_ready,
         groups_leased=reply.ledger.groups_leased,
         leases=[
-            msgspec.structs.replace(
+            replace(
                 client,
                 label=printable(client.label),
                 stopped=client.connected and is_stopped(client.pid, status.path),
@@ -125,7 +122,7 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
             for client in reply.clients
         ],
     )
-    return msgspec.structs.replace(status, daemon=daemon)
+    return replace(status, daemon=daemon)
 
 
 def _stopped_clients(status: BusStatus, reply: messages.StatusReply) -> list[int]:
@@ -200,22 +197,17 @@ def _weights_version(name: str) -> int | None:
 
 def _splits(file: SegmentFile, *, alive: bool) -> list[SplitStatus]:
     """Read the splits with a label; a dead collector's notes about them do not count."""
-    found = []
-    for number, row in enumerate(file.splits()):
-        label = file.split_label(number)
-        if label == f"#{number}":
-            continue
-        found.append(
-            SplitStatus(
-                split=printable(label),
-                acknowledged=int(row["acked"]),
-                dropped=int(row["dropped"]),
-                stashed=int(row["stashed"]) if alive else 0,
-                groups_incomplete=int(row["open_groups"]) if alive else 0,
-                groups_ready=int(row["ready_groups"]) if alive else 0,
-            )
+    return [
+        SplitStatus(
+            split=printable(label),
+            acknowledged=int(row["acked"]),
+            dropped=int(row["dropped"]),
+            stashed=int(row["stashed"]) if alive else 0,
+            groups_incomplete=int(row["open_groups"]) if alive else 0,
+            groups_ready=int(row["ready_groups"]) if alive else 0,
         )
-    return found
+        for label, row in file.labelled_splits()
+    ]
 
 
 def _pause(file: SegmentFile) -> PauseStatus | None:
@@ -245,25 +237,22 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
     def note(what: str) -> int:
         return int(header[f"collector_{what}"]) if alive else 0
 
+    now_ns = _core.monotonic_ns()
+    lease_ns = note("lease_ns") if note("leased_groups") else 0
     return CollectorStatus(
         alive=alive,
         pid=int(header["collector_pid"]),
         label=label_text(header["collector_label"]),
-        seen_ago_s=max(0.0, (_core.monotonic_ns() - seen_ns) / 1e9) if seen_ns else None,
+        seen_ago_s=max(0.0, (now_ns - seen_ns) / 1e9) if seen_ns else None,
         leased_groups=note("leased_groups"),
         leased_records=note("leased_records"),
-        oldest_lease_s=_lease_age_s(header) if note("leased_groups") else 0.0,
+        oldest_lease_s=max(0.0, (now_ns - lease_ns) / 1e9) if lease_ns else 0.0,
         stopped=alive and is_stopped(int(header["collector_pid"]), file.path),
         waits=alive and int(header["bell"]) != 0,
         stashed_groups=note("stashed_groups"),
         stashed_records=note("stashed_records"),
         stragglers_bytes=_held_bytes(runs).get(file.max_producers, 0),
     )
-
-
-def _lease_age_s(header: Any) -> float:
-    since_ns = int(header["collector_lease_ns"])
-    return max(0.0, (_core.monotonic_ns() - since_ns) / 1e9) if since_ns else 0.0
 
 
 def _activity(file: SegmentFile, runs: list[Run]) -> dict[int, tuple[int, int]]:

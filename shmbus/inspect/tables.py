@@ -158,8 +158,6 @@ def read_relay(file: SegmentFile) -> RelayStatus | None:
 
 
 _OPEN, _ENDED = 2, 3
-#: Bytes of a row's unit for its prompt's offset.
-_UNIT: Final = _core.REQUEST_UNIT
 #: Kinds of a cell's claim, and the producer of a sample that nobody will make.
 _IS_OPEN, _IS_CLAIMED, _IS_DONE = 1, 2, 3
 _NOBODY = (1 << 34) - 1
@@ -255,7 +253,11 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
         return found
     _, rows, cells, units_at = tables
     at_name = {
-        (_bytes(group.instance_id), _round(group.round), group.split): at
+        (
+            group.instance_id.encode("utf-8", "surrogateescape"),
+            _core.NO_ROUND if group.round is None else group.round,
+            group.split,
+        ): at
         for at, group in enumerate(groups)
     }
     is_open = (rows["word"] & np.uint64(3)) == _OPEN
@@ -275,22 +277,11 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
     return found
 
 
-def _bytes(instance_id: str) -> bytes:
-    return instance_id.encode("utf-8", "surrogateescape")
-
-
-def _round(round: int | None) -> int:
-    return _core.NO_ROUND if round is None else round
-
-
 def _id_of(file: SegmentFile, row: Any, units_at: int) -> bytes:
     """Return the id of a row; a number that points outside of the lane gives other bytes."""
-    position = units_at + int(row["first_unit"]) * _UNIT
+    position = units_at + int(row["first_unit"]) * _core.REQUEST_UNIT
     size = min(int(row["id_bytes"]), _core.MAX_ID_BYTES)
     return file.read(size, min(position, file.data_offset))
-
-
-_SECOND: Final = 1e9
 
 
 def with_begun(file: SegmentFile, groups: Sequence[GroupCells]) -> list[GroupCells]:
@@ -318,7 +309,7 @@ def _joined(group: GroupCells, begun: dict[int, int]) -> GroupCells:
 def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[dict[str, Any]]]:
     """Read waiting times; and by slot the fields of `ProducerStatus` for waits and unmade work."""
     rows = file.waits()
-    seconds = rows["ns"].copy().view("<u8").reshape(len(rows), len(_core.WAITS)) / _SECOND
+    seconds = rows["ns"].copy().view("<u8").reshape(len(rows), len(_core.WAITS)) / 1e9
     named = dict(zip(_core.WAITS, seconds.sum(axis=0).tolist(), strict=True))
     waited = WaitedStatus(
         space_s=named["space"],
@@ -337,7 +328,7 @@ def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[dict[str, Any]]]:
             "released": released,
             "given_back": given_back,
             "failed": failed,
-            "rests_s": max(0.0, (until_ns - now_ns) / _SECOND),
+            "rests_s": max(0.0, (until_ns - now_ns) / 1e9),
             "unmade_reason": printable(reason.decode("utf-8", "replace")),
         }
         for waited_s, released, given_back, failed, until_ns, reason in zip(

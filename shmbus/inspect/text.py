@@ -132,10 +132,6 @@ def _splits(status: BusStatus) -> str:
     return "\n".join(lines)
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
 def _requests(status: BusStatus) -> str:
     lines = []
     if status.requests is not None:
@@ -402,9 +398,10 @@ def _row(group: GroupCells) -> tuple[str, ...]:
         )
     )
     round = "" if group.round is None else f" round {group.round}"
+    needs = f"{group.need} needed of {group.size}" if 0 < group.need < group.size else group.size
     return (
         group.instance_id + round + ("" if group.split == "train" else f" ({group.split})"),
-        f"{group.present} of {_needs(group)}",
+        f"{group.present} of {needs}",
         show_duration(group.age_s),
         "".join(signs[index] for index in sorted(signs)) + ("..." if group.size > _SIGNS else ""),
         senders,
@@ -412,16 +409,12 @@ def _row(group: GroupCells) -> tuple[str, ...]:
     )
 
 
-def _needs(group: GroupCells) -> str:
-    less = 0 < group.need < group.size
-    return f"{group.need} needed of {group.size}" if less else f"{group.size}"
-
-
 def _why(cell: SampleCell) -> str:
+    times = "once" if cell.attempts == 1 else f"{cell.attempts} times"
     again = "" if cell.state == "failed" else "; asked for again"
     if cell.taken_by is not None:
         again += f", producer {cell.taken_by} makes it"
-    return f"{_times(cell.attempts)}: {cell.reason or 'no reason given'}{again}"
+    return f"{times}: {cell.reason or 'no reason given'}{again}"
 
 
 def _cells_text(group: GroupCells) -> str:

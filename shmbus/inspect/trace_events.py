@@ -23,9 +23,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from shmbus.data.status_types import BusEvent, BusStatus
 from shmbus.inspect.groups import Groups
+from shmbus.inspect.verdict import producer_name, trainer_name
 from shmbus.pool.pool_status import PoolStatus
 
-#: An event, to be encoded as a JSON object.
 TraceEvent: TypeAlias = "dict[str, Any]"
 
 #: Leases, samples under construction, and groups given back, remembered until they end.
@@ -120,9 +120,7 @@ class TraceEvents:
         )
         waited = {}
         for producer in status.producers:
-            self._names[producer.producer_id] = name = _producer(
-                producer.producer_id, producer.label, producer.pid
-            )
+            self._names[producer.producer_id] = name = producer_name(producer)
             if producer.state == "alive":
                 waited[name] = producer.waited_s
         if status.daemon is not None and status.daemon.answers:
@@ -134,8 +132,7 @@ class TraceEvents:
             }
             self._counter(self._daemon, f"{_COUNTERS}: groups", now, groups)
             for lease in daemon.leases:
-                rank = f"rank {lease.rank}, " if lease.rank >= 0 else ""
-                waited[f"{lease.label or 'a trainer'} ({rank}pid {lease.pid})"] = lease.waited_s
+                waited[trainer_name(lease)] = lease.waited_s
         for who, waited_s in waited.items():
             before_s, seen_s = self._waited_s.get(who, (waited_s, now_s))
             if now_s > seen_s:
@@ -379,10 +376,6 @@ def _born(event: BusEvent) -> tuple[int, int]:
         return _us(event.began_unix_s), 0
     # If an event omits samples of a large group, the last commit is unknown.
     return _us(min(times)), _us(max(times)) if len(times) == event.count else 0
-
-
-def _producer(number: int, label: str, pid: int) -> str:
-    return f"{label or f'producer {number}'} (pid {pid})"
 
 
 def _bound(remembered: dict[Any, int]) -> None:

@@ -12,15 +12,14 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from shmbus.base import limits
-from shmbus.base.format import several, show_count, show_duration
+from shmbus.base.format import fold, several, show_count, show_duration
 from shmbus.data.status_types import (
     BusStatus,
     DaemonStatus,
-    EngineStatus,
     Finding,
     GroupCells,
     LeaseStatus,
@@ -114,11 +113,8 @@ def _level(finding: Finding) -> Literal["note", "warning", "trouble"]:
 
 def _sentence(first: Finding) -> str:
     text = first.what + (f": {first.cause}" if first.cause else "")
-    return f"{text}. {_capital(first.advice)}".rstrip()
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("." if text else "")
+    advice = first.advice[:1].upper() + first.advice[1:]
+    return f"{text}. {advice}." if advice else f"{text}."
 
 
 def _alive(status: BusStatus) -> int:
@@ -135,7 +131,8 @@ def producer_name(producer: ProducerStatus) -> str:
     return f"{label} (pid {producer.pid})"
 
 
-def _trainer_name(lease: LeaseStatus) -> str:
+def trainer_name(lease: LeaseStatus) -> str:
+    """Name a trainer for people: its label with its rank and pid."""
     rank = "" if lease.rank < 0 else f"rank {lease.rank}, "
     return f"{lease.label or 'a trainer'} ({rank}pid {lease.pid})"
 
@@ -148,7 +145,7 @@ def _who_waits(status: BusStatus) -> list[str]:
     """Name the trainers that wait for groups now."""
     if status.daemon is not None:
         here = [lease for lease in status.daemon.leases if lease.connected and lease.waiting]
-        return [_trainer_name(lease) for lease in here]
+        return [trainer_name(lease) for lease in here]
     return [_collector_name(status)] if status.collector.waits else []
 
 
@@ -158,10 +155,9 @@ def _waits(status: BusStatus, wants: str) -> str:
     if not who:
         return ""
     held = 0 if status.daemon is not None else status.collector.leased_groups
-    named = ", ".join(who[:_NAMED]) + (f" and {len(who) - _NAMED} more" * (len(who) > _NAMED))
     each = "waits" if len(who) == 1 else "wait"
     holds = f" and holds {show_count(held)}" if held else ""
-    return f"{named} {each} for {wants or 'groups'}{holds}"
+    return f"{fold(who, _NAMED)} {each} for {wants or 'groups'}{holds}"
 
 
 def _incomplete(status: BusStatus, groups: Sequence[GroupCells]) -> int:
@@ -185,11 +181,9 @@ def _last_producer(status: BusStatus) -> str:
 # -- the bus as a whole -------------------------------------------------------------------------
 
 
-def _damage(status: BusStatus) -> list[Finding]:
-    if status.ledger.balanced:
-        return []
-    return [
-        Finding(
+def _damage(status: BusStatus) -> Iterator[Finding]:
+    if not status.ledger.balanced:
+        yield Finding(
             kind="unbalanced",
             cost=1.0,
             what="The ledger does not balance: "
@@ -197,62 +191,57 @@ def _damage(status: BusStatus) -> list[Finding]:
             advice="`shmbus inspect` shows where the damage is; the next consumer counts them as "
             "corrupt and goes on",
         )
-    ]
 
 
-def _reader(status: BusStatus) -> list[Finding]:
+def _reader(status: BusStatus) -> Iterator[Finding]:
     daemon, collector = status.daemon, status.collector
     if collector.stopped:
         name = _collector_name(status)
         held = collector.leased_groups
-        return [
-            Finding(
-                kind="reader_stopped",
-                cost=0.99,
-                what=f"{name} is stopped"
-                + (f" and holds {several(held, 'group')}" if held else ", and nobody else reads"),
-                advice=f"`kill -CONT {collector.pid}` continues it",
-                who=[name],
-            )
-        ]
-    if not status.in_use:
-        return [_unused(status)]
-    if daemon is not None and not daemon.answers and collector.alive:
-        return [
-            Finding(
-                kind="daemon_silent",
-                cost=0.98,
-                what=f"The daemon gives no answer: {daemon.problem}",
-                advice="see its log; producers and trainers go on by themselves once another runs",
-            )
-        ]
-    if daemon is not None and daemon.recovering:
-        return [
-            Finding(
-                kind="recovering",
-                cost=0.5,
-                what="A new daemon waits for the clients of the one before, which may hold "
-                f"{several(daemon.in_doubt, 'group')}",
-                advice="it goes on by itself within seconds",
-            )
-        ]
-    if collector.alive:
-        return []
+        yield Finding(
+            kind="reader_stopped",
+            cost=0.99,
+            what=f"{name} is stopped"
+            + (f" and holds {several(held, 'group')}" if held else ", and nobody else reads"),
+            advice=f"`kill -CONT {collector.pid}` continues it",
+            who=[name],
+        )
+    elif not status.in_use:
+        yield _unused(status)
+    elif daemon is not None and not daemon.answers and collector.alive:
+        yield Finding(
+            kind="daemon_silent",
+            cost=0.98,
+            what=f"The daemon gives no answer: {daemon.problem}",
+            advice="see its log; producers and trainers go on by themselves once another runs",
+        )
+    elif daemon is not None and daemon.recovering:
+        yield Finding(
+            kind="recovering",
+            cost=0.5,
+            what="A new daemon waits for the clients of the one before, which may hold "
+            f"{several(daemon.in_doubt, 'group')}",
+            advice="it goes on by itself within seconds",
+        )
+    elif not collector.alive:
+        yield _nobody_reads(status)
+
+
+def _nobody_reads(status: BusStatus) -> Finding:
+    collector = status.collector
     # A closed collector removed its pid from the segment.
     last = f"; the last was {_collector_name(status)}, which died" if collector.pid else ""
     is_daemon = collector.label == DAEMON_LABEL
     waits = _what_waits(status)
-    return [
-        Finding(
-            kind="nobody_reads",
-            cost=0.95 if waits or collector.pid else 0.2,
-            what=f"Nobody reads the bus{last}",
-            cause=waits,
-            advice=f"start `shmbus serve {status.name}`; producers and trainers go on by themselves"
-            if is_daemon
-            else "start the trainer, or `shmbus serve`",
-        )
-    ]
+    return Finding(
+        kind="nobody_reads",
+        cost=0.95 if waits or collector.pid else 0.2,
+        what=f"Nobody reads the bus{last}",
+        cause=waits,
+        advice=f"start `shmbus serve {status.name}`; producers and trainers go on by themselves"
+        if is_daemon
+        else "start the trainer, or `shmbus serve`",
+    )
 
 
 def _what_waits(status: BusStatus) -> str:
@@ -287,145 +276,122 @@ def _unused(status: BusStatus) -> Finding:
     )
 
 
-def _pause(status: BusStatus) -> list[Finding]:
-    found = []
+def _pause(status: BusStatus) -> Iterator[Finding]:
     if (pause := status.paused) is not None:
-        found.append(
-            Finding(
-                kind="paused",
-                cost=0.9 if pause.age_s >= STILL_S else 0.4,
-                what=f"Paused for {show_duration(pause.age_s)}",
-                cause=pause.reason or "no reason was given",
-                advice=f"`shmbus resume {status.name}` ends the pause",
-            )
+        yield Finding(
+            kind="paused",
+            cost=0.9 if pause.age_s >= STILL_S else 0.4,
+            what=f"Paused for {show_duration(pause.age_s)}",
+            cause=pause.reason or "no reason was given",
+            advice=f"`shmbus resume {status.name}` ends the pause",
         )
     if status.lane_pause is not None:
-        found.append(
-            Finding(
-                kind="requests_paused",
-                cost=0.7,
-                what="The request lane is paused",
-                cause=status.lane_pause.reason,
-                advice="mend what the workers report; the first sample that succeeds reopens it",
-            )
+        yield Finding(
+            kind="requests_paused",
+            cost=0.7,
+            what="The request lane is paused",
+            cause=status.lane_pause.reason,
+            advice="mend what the workers report; the first sample that succeeds reopens it",
         )
     if status.servers_left:
-        found.append(
-            Finding(
-                kind="servers_left",
-                cost=0.8,
-                what="Inference servers are paused by a trainer that died",
-                advice=f"`shmbus weights {status.name} --resume` resumes them",
-            )
+        yield Finding(
+            kind="servers_left",
+            cost=0.8,
+            what="Inference servers are paused by a trainer that died",
+            advice=f"`shmbus weights {status.name} --resume` resumes them",
         )
-    return found
 
 
-def _earlier_run(status: BusStatus) -> list[Finding]:
+def _earlier_run(status: BusStatus) -> Iterator[Finding]:
     """Report a trainer whose weights are older than the samples on the bus."""
     published = status.weights_version
     if published is None or published >= status.policy_version or not status.collector.alive:
-        return []
-    return [
-        Finding(
-            kind="earlier_run",
-            cost=_WARNING - 0.01,
-            what=f"The bus is at policy version {status.policy_version}, and the newest weights "
-            f"are of version {published}",
-            cause="the bus may be of an earlier run",
-            advice=f"before a new run, end the old one and `shmbus rm {status.name}`; a trainer "
-            "that returns to a checkpoint calls load_state_dict or reset_policy_version",
-        )
-    ]
+        return
+    yield Finding(
+        kind="earlier_run",
+        cost=_WARNING - 0.01,
+        what=f"The bus is at policy version {status.policy_version}, and the newest weights "
+        f"are of version {published}",
+        cause="the bus may be of an earlier run",
+        advice=f"before a new run, end the old one and `shmbus rm {status.name}`; a trainer "
+        "that returns to a checkpoint calls load_state_dict or reset_policy_version",
+    )
 
 
 # -- inference servers --------------------------------------------------------------------------
 
 
-def _engines(status: BusStatus) -> list[Finding]:
+def _engines(status: BusStatus) -> Iterator[Finding]:
     """Name the servers of unknown version, and the servers behind the newest version."""
     unknown = [each for each in status.engines if each.state == "unknown"]
     behind = [each for each in status.engines if (each.behind_s or 0.0) >= STILL_S]
-    found = []
     if unknown:
+        who = [each.address for each in unknown]
         all_of_them = len(unknown) == len(status.engines)
-        found.append(
-            Finding(
-                kind="engines_unknown" if all_of_them else "engine_unknown",
-                cost=0.4 + 0.5 * len(unknown) / len(status.engines),
-                what=f"The weights version of {_servers(unknown)} is unknown, and so is the label "
-                "of each sample of it",
-                cause=unknown[0].why,
-                advice="`EngineFleet.catch_up()` or the next update brings the weights; "
-                "a fleet without the server drops the server",
-                who=[each.address for each in unknown],
-            )
+        yield Finding(
+            kind="engines_unknown" if all_of_them else "engine_unknown",
+            cost=0.4 + 0.5 * len(unknown) / len(status.engines),
+            what=f"The weights version of {fold(who, _NAMED)} is unknown, and so is the label "
+            "of each sample of it",
+            cause=unknown[0].why,
+            advice="`EngineFleet.catch_up()` or the next update brings the weights; "
+            "a fleet without the server drops the server",
+            who=who,
         )
     if behind:
+        who = [each.address for each in behind]
         since = show_duration(max(each.behind_s or 0.0 for each in behind))
-        found.append(
-            Finding(
-                kind="engine_behind",
-                cost=0.1 + 0.2 * len(behind) / len(status.engines),
-                what=f"{_servers(behind)} {'runs' if len(behind) == 1 else 'run'} an older version "
-                f"than the newest, which was published {since} ago",
-                cause=behind[0].why,
-                advice="`EngineFleet.catch_up()` or the next update brings the newest version",
-                who=[each.address for each in behind],
-            )
+        yield Finding(
+            kind="engine_behind",
+            cost=0.1 + 0.2 * len(behind) / len(status.engines),
+            what=f"{fold(who, _NAMED)} {'runs' if len(behind) == 1 else 'run'} an older version "
+            f"than the newest, which was published {since} ago",
+            cause=behind[0].why,
+            advice="`EngineFleet.catch_up()` or the next update brings the newest version",
+            who=who,
         )
-    return found
 
 
-def _servers(engines: Sequence[EngineStatus]) -> str:
-    named = ", ".join(each.address for each in engines[:_NAMED])
-    return named + f" and {len(engines) - _NAMED} more" * (len(engines) > _NAMED)
-
-
-def _stillness(status: BusStatus, still_s: float | None) -> list[Finding]:
+def _stillness(status: BusStatus, still_s: float | None) -> Iterator[Finding]:
     if still_s is None or still_s < STILL_S or not status.in_use or _busy(status):
-        return []
+        return
     alive = _alive(status)
-    return [
-        Finding(
-            kind="still",
-            cost=0.7 if status.ledger.undelivered else 0.3,
-            what=f"Nothing has moved for {show_duration(still_s)}",
-            cause=f"{several(alive, 'producer')} and "
-            f"{'a collector' if status.collector.alive else 'no collector'} are there",
-            advice="see what the producers do; `py-spy dump --pid` shows it",
-        )
-    ]
+    yield Finding(
+        kind="still",
+        cost=0.7 if status.ledger.undelivered else 0.3,
+        what=f"Nothing has moved for {show_duration(still_s)}",
+        cause=f"{several(alive, 'producer')} and "
+        f"{'a collector' if status.collector.alive else 'no collector'} are there",
+        advice="see what the producers do; `py-spy dump --pid` shows it",
+    )
 
 
 # -- producers wait for space -------------------------------------------------------------------
 
 
-def _space(status: BusStatus) -> list[Finding]:
+def _space(status: BusStatus) -> Iterator[Finding]:
     # A killed producer's mark stays until space is freed.
     if not status.space_wanted or not _running(status):
-        return []
+        return
     ledger = status.ledger
     held = {"leased": ledger.leased, "stashed": ledger.stashed, "ring": ledger.in_ring}
     most = max(held, key=lambda key: held[key])
     what = f"Producers wait for space, the ring is {status.fill:.0%} full"
     if not held[most]:
-        return [Finding(kind="producers_wait", cost=0.5, what=what, advice="give it more capacity")]
+        yield Finding(kind="producers_wait", cost=0.5, what=what, advice="give it more capacity")
+        return
     if most == "leased":
         cause, who = _holder(status)
         advice = "acknowledge groups sooner, or give the bus more capacity"
     elif most == "ring":
         who = [status.collector.label] if status.collector.alive else []
-        cause = f"{several(ledger.in_ring, 'trajectory', 'wait')} to be read by " + (
-            f"{status.collector.label} (pid {status.collector.pid})" if who else "nobody"
-        )
+        reader = _collector_name(status) if who else "nobody"
+        cause = f"{several(ledger.in_ring, 'trajectory', 'wait')} to be read by {reader}"
         advice = "take groups faster" if who else "start the trainer, or `shmbus serve`"
     else:
         who = []
         cause, advice = _stashed(status)
-    return [
-        Finding(kind="producers_wait", cost=0.85, what=what, cause=cause, advice=advice, who=who)
-    ]
+    yield Finding(kind="producers_wait", cost=0.85, what=what, cause=cause, advice=advice, who=who)
 
 
 def _stashed(status: BusStatus) -> tuple[str, str]:
@@ -454,15 +420,14 @@ def _holder(status: BusStatus) -> tuple[str, list[str]]:
     leases = [] if status.daemon is None else status.daemon.leases
     if leases:
         most = max(leases, key=lambda lease: lease.trajectories)
-        name = _trainer_name(most)
+        name = trainer_name(most)
         gone = "" if most.connected else ", and is not connected"
         return (
             f"{name} holds {several(most.groups, 'group')} for "
             f"{show_duration(most.oldest_lease_s)}{gone}",
             [name],
         )
-    collector = status.collector
-    name = f"{collector.label} (pid {collector.pid})"
+    collector, name = status.collector, _collector_name(status)
     return (
         f"{name} holds {several(collector.leased_groups, 'group')} for "
         f"{show_duration(collector.oldest_lease_s)}",
@@ -473,24 +438,20 @@ def _holder(status: BusStatus) -> tuple[str, list[str]]:
 # -- groups wait for producers ------------------------------------------------------------------
 
 
-def _producers(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
+def _producers(status: BusStatus, groups: Sequence[GroupCells]) -> Iterator[Finding]:
     waited = waiting_for(groups, status.producers)
     blamed = Counter(number for number in waited if number is not None)
-    findings = []
     for producer in status.producers:
         waits = blamed.get(producer.producer_id, 0)
         share = waits / max(1, len(groups))
         reserved = bool(producer.reservations) and producer.state == "alive"
         if not waits and producer.state != "dead" and not producer.stopped and not reserved:
             continue
-        finding = _producer(producer, waits, share)
-        if finding is not None:
-            findings.append(finding)
-    return findings
+        yield from _producer(producer, waits, share)
 
 
-def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | None:
-    """Return a finding on a producer awaited alone by `waits` groups, if noteworthy."""
+def _producer(producer: ProducerStatus, waits: int, share: float) -> Iterator[Finding]:
+    """Yield a finding on a producer awaited alone by `waits` groups, if noteworthy."""
     name = producer_name(producer)
     each = "waits" if waits == 1 else "wait"
     groups = f"{several(waits, 'group')} {each} for it alone"
@@ -528,17 +489,17 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Finding | N
         advice = "give it less, or more processor"
         cost = 0.3 * share
     else:
-        return None
-    return Finding(
+        return
+    yield Finding(
         kind="waits_for_one" if waits else "producer_gone",
         cost=cost, what=what, advice=advice, who=[name], groups=waits,
     )  # fmt: skip
 
 
-def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
+def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> Iterator[Finding]:
     """Report a wanted sample without a producer to make it."""
     if _running(status) or not status.collector.alive:
-        return []
+        return
     prompts = 0 if status.requests is None else status.requests.unmade
     incomplete = _incomplete(status, groups)
     waits = _waits(status, wants)
@@ -553,82 +514,75 @@ def _nobody_sends(status: BusStatus, groups: Sequence[GroupCells], wants: str) -
     if stopped:
         names = [producer_name(each) for each in stopped]
         still = f"{', '.join(names[:_NAMED])} {'is' if len(names) == 1 else 'are'} stopped"
-        return [
-            Finding(
-                kind="nobody_sends",
-                cost=0.7,
-                what=f"{still}, and no other {worker} is attached",
-                cause=what[:1].lower() + what[1:],
-                advice=f"`kill -CONT {' '.join(str(each.pid) for each in stopped)}` continues "
-                f"{'it' if len(names) == 1 else 'them'}",
-                who=names,
-                groups=incomplete,
-            )
-        ]
+        yield Finding(
+            kind="nobody_sends",
+            cost=0.7,
+            what=f"{still}, and no other {worker} is attached",
+            cause=what[:1].lower() + what[1:],
+            advice=f"`kill -CONT {' '.join(str(each.pid) for each in stopped)}` continues "
+            f"{'it' if len(names) == 1 else 'them'}",
+            who=names,
+            groups=incomplete,
+        )
+        return
     if not what:
-        return [
-            Finding(
-                kind="no_producer",
-                cost=0.2,
-                what=f"No producer is attached{_last_producer(status)}",
-                advice="start producers",
-            )
-        ]
+        yield Finding(
+            kind="no_producer",
+            cost=0.2,
+            what=f"No producer is attached{_last_producer(status)}",
+            advice="start producers",
+        )
+        return
     never = "" if status.producers else f"no {worker} has ever attached"
     advice = "start workers" if prompts else "start producers"
     if incomplete and not prompts:
         advice += "; a group_timeout ends groups that nobody completes"
-    return [
-        Finding(
-            kind="nobody_sends",
-            cost=0.7 if prompts else 0.5,
-            what=f"{what}, and " + (never or f"no {worker} is attached{_last_producer(status)}"),
-            advice=advice,
-            groups=incomplete,
-        )
-    ]
+    yield Finding(
+        kind="nobody_sends",
+        cost=0.7 if prompts else 0.5,
+        what=f"{what}, and " + (never or f"no {worker} is attached{_last_producer(status)}"),
+        advice=advice,
+        groups=incomplete,
+    )
 
 
-def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
+def _requests(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> Iterator[Finding]:
     """Report prompts that wait for idle workers, or workers and trainers that wait for prompts."""
     lane, running = status.requests, _running(status)
     if lane is None or not running or not status.collector.alive:
-        return []
+        return
     held = [each for each in running if lane.open and _is_held(each, lane.claimed)]
-    some = [_held_back(held, len(running))] if held else []
+    if held:
+        yield _held_back(held, len(running))
     running = [each for each in running if each not in held]
     if not running:
-        return some
+        return
     if lane.open and not lane.claimed and (lane.taken_s is None or lane.taken_s >= SILENT_S):
         since = "" if lane.taken_s is None else f" for {show_duration(lane.taken_s)}"
-        return [
-            *some,
-            Finding(
-                kind="untaken",
-                cost=0.5,
-                what=f"{several(lane.unmade, 'prompt', 'are')} open,"
-                f" and none of {several(len(running), 'producer')} takes one{since}",
-                advice="workers take them by `producer.requests.next()`; see what they do: "
-                f"`py-spy dump --pid {running[0].pid}`",
-            ),
-        ]
+        yield Finding(
+            kind="untaken",
+            cost=0.5,
+            what=f"{several(lane.unmade, 'prompt', 'are')} open,"
+            f" and none of {several(len(running), 'producer')} takes one{since}",
+            advice="workers take them by `producer.requests.next()`; see what they do: "
+            f"`py-spy dump --pid {running[0].pid}`",
+        )
+        return
     waits = _waits(status, wants)
     ledger = status.ledger
     unread = ledger.in_ring or (status.daemon is not None and status.daemon.groups_ready)
     if lane.unmade or not waits or unread or status.wanted or _incomplete(status, groups):
-        return some
+        return
     lost = status.groups_given_up
-    return [
-        Finding(
-            kind="nothing_open",
-            cost=0.7,
-            what=f"{waits}, and no prompt is open",
-            cause=f"{several(lost, 'group', 'were')} given up for failed samples" if lost else "",
-            advice="offer more: give `handler.offer` further prompts or a larger `ahead`"
-            if lane.offered
-            else "offer more: `handler.offer(prompts)` keeps prompts open whatever becomes of them",
-        )
-    ]
+    yield Finding(
+        kind="nothing_open",
+        cost=0.7,
+        what=f"{waits}, and no prompt is open",
+        cause=f"{several(lost, 'group', 'were')} given up for failed samples" if lost else "",
+        advice="offer more: give `handler.offer` further prompts or a larger `ahead`"
+        if lane.offered
+        else "offer more: `handler.offer(prompts)` keeps prompts open whatever becomes of them",
+    )
 
 
 def _is_held(producer: ProducerStatus, claimed: int) -> bool:
@@ -661,7 +615,7 @@ def _held_back(held: list[ProducerStatus], workers: int) -> Finding:
     )
 
 
-def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
+def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> Iterator[Finding]:
     failing = final = samples = 0
     by: Counter[int] = Counter()
     reasons: Counter[str] = Counter()
@@ -687,7 +641,7 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
     # Requested retries go on by themselves, unless they are most of the work.
     many = samples >= _MANY_FAILED and failing >= _FAILING_SHARE * len(groups)
     if not final and not many:
-        return []
+        return
     names = {producer.producer_id: producer_name(producer) for producer in status.producers}
     who = [names.get(number, f"producer {number}") for number, _ in by.most_common(_NAMED)]
     reason, alike = reasons.most_common(1)[0]
@@ -699,17 +653,15 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> list[Finding]:
     else:
         what = f"{several(failing, 'group', 'have')} a failed sample"
         advice = "" if status.wanted else "set sample_retries to have them made again"
-    return [
-        Finding(
-            kind="failures",
-            cost=0.1 + 0.5 * failing / len(groups),
-            what=what,
-            cause=(f"{', '.join(who)}: " if who and not many else "") + reason,
-            advice=advice,
-            who=who,
-            groups=failing,
-        )
-    ]
+    yield Finding(
+        kind="failures",
+        cost=0.1 + 0.5 * failing / len(groups),
+        what=what,
+        cause=(f"{', '.join(who)}: " if who and not many else "") + reason,
+        advice=advice,
+        who=who,
+        groups=failing,
+    )
 
 
 # -- trainers -----------------------------------------------------------------------------------
@@ -742,7 +694,7 @@ def _busy(status: BusStatus) -> list[_Busy]:
             return []
         return [_Busy(_collector_name(status), collector.pid, seen_s, collector.leased_groups)]
     here = [
-        _Busy(_trainer_name(lease), lease.pid, lease.asked_s, lease.groups)
+        _Busy(trainer_name(lease), lease.pid, lease.asked_s, lease.groups)
         for lease in daemon.leases
         if lease.connected and not lease.stopped and lease.asked_s is not None
     ]
@@ -769,28 +721,24 @@ def _busy_trainers(status: BusStatus) -> list[Finding]:
     ]
 
 
-def _sharing(daemon: DaemonStatus) -> list[Finding]:
+def _sharing(daemon: DaemonStatus) -> Iterator[Finding]:
     """Report trainers without ranks, each of which gets a part of the groups."""
     by_split: dict[str, list[LeaseStatus]] = {}
     for lease in daemon.leases:
         asks = lease.waiting or lease.groups or lease.asked_s is not None
         if lease.connected and lease.rank < 0 and asks:
             by_split.setdefault(lease.split, []).append(lease)
-    found = []
     for split, leases in by_split.items():
         if len({lease.pid for lease in leases}) > 1:
-            names = [_trainer_name(lease) for lease in leases]
-            found.append(
-                Finding(
-                    kind="trainers_share",
-                    cost=_WARNING - 0.03,
-                    what=f"{' and '.join(names[:_NAMED])} share the groups of split {split!r}, and "
-                    "each gets a part",
-                    advice="if they are two runs, end one: a run has a bus of its own",
-                    who=names,
-                )
+            names = [trainer_name(lease) for lease in leases]
+            yield Finding(
+                kind="trainers_share",
+                cost=_WARNING - 0.03,
+                what=f"{' and '.join(names[:_NAMED])} share the groups of split {split!r}, and "
+                "each gets a part",
+                advice="if they are two runs, end one: a run has a bus of its own",
+                who=names,
             )
-    return found
 
 
 def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:
@@ -831,7 +779,7 @@ def _trainers(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> li
 
 
 def _stopped_trainer(lease: LeaseStatus, trainers: int) -> Finding:
-    name = _trainer_name(lease)
+    name = trainer_name(lease)
     return Finding(
         kind="trainer_stopped",
         cost=0.3 + 0.6 / trainers,

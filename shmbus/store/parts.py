@@ -183,17 +183,14 @@ class PartWriter:
         records = self._waiting.pop(schema)
         self._bytes.pop(schema)
         tensors, dtypes = _columns(schema, records)
-        metadata = {"format": "shmbus-part", "version": "1", "dtypes": _json(dtypes)}
+        described = msgspec.json.encode(dtypes).decode()
+        metadata = {"format": "shmbus-part", "version": "1", "dtypes": described}
         data = _safetensors().save(tensors, metadata)
         name = f"part-{len(self.parts):05d}.safetensors"
         write_file(self._directory / name, data)
         digest = hashlib.sha256(data).hexdigest()
         number = self._schemas.setdefault(schema, len(self._schemas))
         self.parts.append(Part(name, number, digest, len(data), len(records)))
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def write_file(path: Path, data: bytes) -> None:

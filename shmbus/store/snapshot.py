@@ -64,11 +64,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     #: The writer's shmbus version.
     written_by: str
-    #: The bus's name at the time.
     bus: str
-    #: When.
     taken_unix_ns: Count
-    #: The bus's sizes.
     capacity: Count
     extent_bytes: Count
     max_producers: Annotated[int, msgspec.Meta(ge=1, le=_core.MAX_PRODUCERS)]
@@ -90,7 +87,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     #: Buses of origin, the oldest first: an identity, and the bound above its producer numbers.
     #: Each range begins at the bound before.
     origins: list[tuple[Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")], Count]] = []
-    #: The files.
     parts: list[Part]
     #: The bus's declared fields; None without a declaration.
     schema: list[SchemaField] | None = None
@@ -158,9 +154,7 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
         records=written,
         unreadable=max(0, sum(committed) - sum(released) - written),
         splits={
-            label: (int(row["acked"]), int(row["dropped"]))
-            for number, row in enumerate(file.splits())
-            if (label := file.split_label(number)) != f"#{number}"
+            label: (int(row["acked"]), int(row["dropped"])) for label, row in file.labelled_splits()
         },
         origins=_origins(file, producers, int(header["next_producer_id"])),
         parts=writer.finish(),

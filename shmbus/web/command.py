@@ -81,7 +81,4 @@ def run(arguments: argparse.Namespace) -> int:
     settings = Settings(buses=names, host=arguments.host, port=arguments.port, token=token)
     parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)
 
-    def say(address: str) -> None:
-        print(f"the page: {address}", flush=True)
-
-    return serve(settings, parent, say)
+    return serve(settings, parent, lambda address: print(f"the page: {address}", flush=True))

@@ -22,7 +22,6 @@ import msgspec
 
 from shmbus.base.format import printable, several, unprinted
 from shmbus.data.status_types import (
-    BusEvent,
     BusStatus,
     GroupCells,
     LeaseStatus,
@@ -81,7 +80,10 @@ def picture(watcher: Watcher, now_s: float) -> Picture:
             "holders": _holders(status, now_s),
             "daemon": _daemon(status, now_s),
             "delivered": _histograms(status),
-            "events": [_event(event) for event in watcher.events],
+            "events": [
+                {"t": round(each.unix_s), "kind": each.kind, "who": each.who, "text": each.text}
+                for each in watcher.events
+            ],
             "waited": {
                 "producers": round(sum(watcher.waited_s.values())),
                 "trainers": round(watcher.trainers_waited_s),
@@ -365,10 +367,6 @@ def _daemon(status: BusStatus, now_s: float) -> Picture | None:
         "recovering": daemon.recovering,
         "draining": daemon.draining,
     }
-
-
-def _event(event: BusEvent) -> Picture:
-    return {"t": round(event.unix_s), "kind": event.kind, "who": event.who, "text": event.text}
 
 
 def _histograms(status: BusStatus) -> Picture:

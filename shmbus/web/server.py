@@ -39,14 +39,6 @@ from shmbus.web.settings import Settings
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 class PageAccess(Access):
     """Conditions for a request of the page; `service` knows the address."""
 
@@ -113,7 +105,13 @@ class PageAccess(Access):
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        return not self._loopback_only and (_is_address(name) or name in self._own_names)
+        if self._loopback_only:
+            return False
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in self._own_names
+        return True
 
 
 _STATIC: Final = Path(__file__).parent / "static"
