@@ -36,7 +36,7 @@ from trainer_adapter.batches.extra_fields import ExtraFields
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["AnnotateGroup", "GroupAnnotation", "GroupScoring", "ScoreGroup", "group_scoring"]
+__all__ = ["AnnotateGroup", "GroupAnnotation", "GroupScoring", "ScoreGroup"]
 
 #: Calls of a coroutine function per group before the drop: several helpers may answer.
 CALL_ATTEMPTS: Final = 3
@@ -347,29 +347,14 @@ class GroupScoring:
         for trajectory, score in zip(group.trajectories, scores.tolist(), strict=True):
             if not trajectory.scored:
                 trajectory.score = score
-        if self._drop_equal and trained and self._drop is not None and _are_equal(group.scores):
-            self._drop([group])
+        if self._drop_equal and trained and self._drop is not None:
+            every = group.scores
+            if are_equal(np.min(every), np.max(every)):
+                self._drop([group])
 
     def close(self) -> None:
         """End running calls; callers waiting for scores get BusClosedError."""
         self._calls.close()
-
-
-def group_scoring(
-    score_group: ScoreGroup | None,
-    drop: Drop | None,
-    *,
-    drop_equal: bool,
-    call_timeout_s: float | None,
-) -> GroupScoring | None:
-    """Return the scoring by a callable, or None for None; TypeError for a non-callable."""
-    if score_group is None:
-        return None
-    return GroupScoring(score_group, drop, drop_equal=drop_equal, call_timeout_s=call_timeout_s)
-
-
-def _are_equal(scores: Any) -> bool:
-    return bool(are_equal(np.min(scores), np.max(scores)))
 
 
 def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:

@@ -55,8 +55,8 @@ from trainer_adapter.handler.evaluation import MOST_AT_ONCE, Evaluation
 from trainer_adapter.handler.group_calls import (
     AnnotateGroup,
     GroupAnnotation,
+    GroupScoring,
     ScoreGroup,
-    group_scoring,
 )
 from trainer_adapter.handler.metrics import HandlerMetrics, OnMetrics, checked_on_metrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
@@ -67,8 +67,7 @@ from trainer_adapter.handler.take import (
     QUIET_NOTE_S,
     Take,
     WorkedOn,
-    take_groups,
-    take_shard,
+    take_from,
     take_until_due,
 )
 from trainer_adapter.scored_group import ScoredGroup
@@ -272,8 +271,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 "drop": drop if world_size == 1 else None,
                 "call_timeout_s": check_timeout(call_timeout, "call_timeout"),
             }
-            self._scoring = group_scoring(
-                score_group, drop_equal=bool(consumer_options.get("skip_zero_variance")), **limits
+            drop_equal = bool(consumer_options.get("skip_zero_variance"))
+            self._scoring = (
+                None
+                if score_group is None
+                else GroupScoring(score_group, drop_equal=drop_equal, **limits)
             )
             self._annotation = (
                 None
@@ -322,10 +324,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
             raise
 
     def _taking(self) -> Take:
-        take = take_groups(self._consumer)
-        if self._world_size > 1:
-            step = {**self._planner.step_options(), "field": self._fields.tokens}
-            take = take_shard(self._consumer, step)
+        step = {**self._planner.step_options(), "field": self._fields.tokens}
+        take = take_from(self._consumer, step if self._world_size > 1 else None)
         works = [work for work in (self._scoring, self._annotation) if work is not None]
         return WorkedOn(take, works, whole=self._world_size > 1) if works else take
 
