@@ -358,7 +358,9 @@ class Failures(Generic[S]):
     def add(self, group: FailingGroup[S], sample: S, now_s: float) -> None:
         """Add a sample to its group, or its failure report."""
         if sample.group_size and not group.size:
-            self._learn_size(group, sample.group_size)
+            group.size = sample.group_size
+            for index in [index for index in group.failed if index >= group.size]:
+                self._resolve(group, index)
         index = sample.index
         if sample.failed:
             self._add_report(group, sample, now_s)
@@ -373,11 +375,6 @@ class Failures(Generic[S]):
             self.lane.succeeded()
             self._resolve(group, index)
         self._touch(group, now_s)
-
-    def _learn_size(self, group: FailingGroup[S], size: int) -> None:
-        group.size = size
-        for index in [index for index in group.failed if index >= size]:
-            self._resolve(group, index)
 
     def _resolve(self, group: FailingGroup[S], index: int) -> None:
         """End a failure whose sample arrived, or whose index the group lacks."""
