@@ -177,16 +177,7 @@ class Feeder(ClosedByAnyWith):
             As for `Producer.put`.
         """
         check_timeout(timeout)
-        offer = self._checked(
-            instance_id,
-            group_size=group_size,
-            need=need,
-            round=round,
-            split=split,
-            priority=priority,
-            meta=meta,
-            **prompt,
-        )
+        offer = self._checked(instance_id, group_size, need, round, split, priority, meta, **prompt)
         return self._offer([offer], timeout)[0]
 
     def request_many(
@@ -222,7 +213,6 @@ class Feeder(ClosedByAnyWith):
     def _checked(
         self,
         instance_id: str | int,
-        *,
         group_size: int,
         need: int | None = None,
         round: int | None = None,

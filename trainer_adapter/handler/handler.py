@@ -27,6 +27,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
 from shmbus.base.arguments import check_timeout
+from shmbus.base.closing import ClosedByWith
 from shmbus.batch.gather import FieldNames, MixedLogprobsError
 from shmbus.handles.open_requests import RestoredRequests
 from shmbus.inspect.stall_report import wait_sentence
@@ -84,7 +85,7 @@ logger = logging.getLogger(__name__)
 SENTENCE_S: Final = 0.2
 
 
-class OnlineDataHandler(IterableDataset[Batch]):
+class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
     """Takes complete groups from a bus and yields them as batches of tensors.
 
     A torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
@@ -1006,9 +1007,3 @@ class OnlineDataHandler(IterableDataset[Batch]):
         out = len(self._planner.out)
         more = " closed" if self._closed else f" {out} out" if out else ""
         return f"<OnlineDataHandler {self._consumer.name!r} step {self.step}{more}>"
-
-    def __enter__(self) -> OnlineDataHandler:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close()
