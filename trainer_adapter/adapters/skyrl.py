@@ -203,14 +203,8 @@ class GenerateByBus:
         return found
 
     def _check(self, key: tuple[str, int | None], deadline: float) -> None:
-        if time.monotonic() <= deadline:
-            return
-        requests = self._consumers.consumer.stats().requests
-        raise TimeoutError(
-            f"bus {self.bus!r}: the group {key!r} did not come in {self._timeout_s:g} s; requests: "
-            f"{requests.open} open, {requests.claimed} with workers; `shmbus status {self.bus}` "
-            "shows the workers"
-        )
+        if time.monotonic() > deadline:
+            raise self._consumers.late(f"the group {key!r}", self._timeout_s)
 
     async def _take(self, split: str) -> bool:
         """Take available groups for every waiting call; return False for no groups."""

@@ -53,6 +53,14 @@ class SplitConsumer:
         consumer = self._of(split)
         return consumer, consumer.take(max_groups, timeout)
 
+    def late(self, what: str, timeout_s: float) -> TimeoutError:
+        """Return the error for missing groups, with the state of the requests."""
+        requests = self.consumer.stats().requests
+        return TimeoutError(
+            f"bus {self._bus!r}: {what} did not come in {timeout_s:g} s; requests: {requests.open} "
+            f"open, {requests.claimed} with workers; `shmbus status {self._bus}` shows the workers"
+        )
+
     def close(self) -> None:
         """Leave the bus; a later use attaches again."""
         while self._attached:

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,18 +53,13 @@ ScoreGroup: TypeAlias = Callable[[shmbus.Group], Any]
 AnnotateGroup: TypeAlias = Callable[[shmbus.Group], Any]
 
 
-class _Call:
+class _Call(msgspec.Struct, eq=False):
     """A call under way with a group."""
 
-    __slots__ = ("attempts", "began_s", "future", "group")
-
-    def __init__(
-        self, group: shmbus.Group, future: concurrent.futures.Future[Any], attempts: int
-    ) -> None:
-        self.group = group
-        self.future = future
-        self.attempts = attempts
-        self.began_s = time.monotonic()
+    group: shmbus.Group
+    future: concurrent.futures.Future[Any]
+    attempts: int
+    began_s: float
 
 
 class GroupCalls:
@@ -126,7 +122,7 @@ class GroupCalls:
             if self._loop is None
             else self._loop.begin(functools.partial(self._call, group))
         )
-        self._under_way[id(group)] = _Call(group, future, attempts)
+        self._under_way[id(group)] = _Call(group, future, attempts, time.monotonic())
 
     async def _call(self, group: shmbus.Group) -> Any:
         return await self._function(group)

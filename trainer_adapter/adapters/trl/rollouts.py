@@ -369,13 +369,8 @@ class ShmbusRollouts:
     ) -> bool:
         """Take available groups; return False for no groups."""
         if time.monotonic() > deadline:
-            requests = self._consumers.consumer.stats().requests
-            raise TimeoutError(
-                f"bus {self.bus!r}: {several(len(wanted), 'group')} did not come in "
-                f"{self._timeout_s:g} s, the first is {next(iter(wanted), None)!r}; requests: "
-                f"{requests.open} open, {requests.claimed} with workers; "
-                f"`shmbus status {self.bus}` shows the workers"
-            )
+            missing = f"{several(len(wanted), 'group')}, the first {next(iter(wanted), None)!r},"
+            raise self._consumers.late(missing, self._timeout_s)
         consumer, groups = self._consumers.take(split, _TAKE_GROUPS, timeout_s)
         try:
             for group in groups:
