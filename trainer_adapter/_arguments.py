@@ -100,19 +100,9 @@ def check_fields(fields: object) -> None:
             check_text(f"fields: {name}", getattr(fields, name))
 
 
-def check_prefetch(value: object) -> None:
-    """Raise TypeError or ValueError for a number of batches outside 0 to `MAX_PREFETCH`."""
-    if not 0 <= check_int("prefetch", value) <= MAX_PREFETCH:
-        raise ValueError(f"prefetch: expected 0 to {MAX_PREFETCH} batches, got {value}")
-
-
 def check_pack_threads(value: object) -> None:
     """Raise TypeError or ValueError for a number of threads outside 1 to `MOST_PACK_THREADS`."""
-    if not 1 <= check_int("pack_threads", value) <= MOST_PACK_THREADS:
-        raise ValueError(
-            f"pack_threads: expected 1 to {MOST_PACK_THREADS} threads, got {value}; a few use all "
-            "of a machine's memory bandwidth"
-        )
+    check_int("pack_threads", value, 1, MOST_PACK_THREADS)
 
 
 def checked_pack_threads(value: int | None, world_size: int) -> int:
@@ -129,7 +119,7 @@ def check_packing(
     device: object, fields: object, advantages: object, prefetch: object
 ) -> torch.device:
     """Check a handler's packing arguments, and return the device; raise like each check."""
-    check_prefetch(prefetch)
+    check_int("prefetch", prefetch, 0, MAX_PREFETCH)
     check_fields(fields)
     found = check_device(device)
     check_kind("advantages", advantages)

@@ -243,16 +243,12 @@ def gspo_loss(
 
     Parameters
     ----------
-    logprobs, old_logprobs : Tensor [T] or [S, L], floating
-        Natural logarithms, aligned to their own token. Gradients flow to `logprobs` only.
-    advantages : Tensor, same shape
-    loss_mask : Tensor, bool, same shape
+    logprobs, old_logprobs, advantages, loss_mask, weights : Tensor [T] or [S, L]
+        As for `policy_loss`.
     cu_seqlens : Tensor [S + 1], optional
         Borders of the sequences; packed rows need it.
     clip_low, clip_high : float
         Limits of a sequence's ratio below and above 1; by default from the paper, section 5.1.
-    weights : Tensor, same shape, optional
-        Factor of each token's loss, for instance from `importance_correction`.
     normalisation, denominator, sample_of, sample_tokens
         As for `aggregate_loss`; "sequence" is GSPO's.
 
@@ -301,15 +297,11 @@ def cispo_loss(
 
     Parameters
     ----------
-    logprobs, old_logprobs : Tensor [T] or [S, L], floating
-        Natural logarithms, aligned to their own token. Gradients flow to `logprobs` only.
-    advantages : Tensor, same shape
-    loss_mask : Tensor, bool, same shape
+    logprobs, old_logprobs, advantages, loss_mask, weights : Tensor [T] or [S, L]
+        As for `policy_loss`.
     high, low : float
         Bounds of the ratio itself: the paper's 1 + epsilon_high and 1 - epsilon_low. TRL calls the
         upper one ``epsilon_high``.
-    weights : Tensor, same shape, optional
-        Factor of each token's loss.
     normalisation, cu_seqlens, denominator, sample_of, sample_tokens
         As for `aggregate_loss`; "token" is CISPO's.
 

@@ -330,12 +330,7 @@ def samples_sum(values: Tensor, sample_of: Tensor) -> Tensor:
 
 
 def _check_denominator(denominator: float) -> None:
-    if not isinstance(denominator, (int, float)):
-        raise TypeError(
-            f"denominator: expected a number or a tensor, got {type(denominator).__name__}; "
-            "pass for instance part.batch_loss_tokens"
-        )
-    check_number("denominator", denominator)
+    check_number("denominator", denominator, "a number or a tensor")
     if not (math.isfinite(denominator) and denominator >= 0):
         raise ValueError(
             f"denominator: expected a finite number from 0 on, got {denominator}; "

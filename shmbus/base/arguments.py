@@ -92,10 +92,7 @@ def check_int(name: str, value: object, least: int | None = None, most: int | No
 
 def check_int64(name: str, value: object) -> int:
     """Return an int of 64 bits; a larger number would be cut."""
-    number = check_int(name, value)
-    if not -(1 << 63) <= number < 1 << 63:
-        raise ValueError(f"{name}: expected an int64, got {number}")
-    return number
+    return check_int(name, value, -(1 << 63), _LARGEST_INT)
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:

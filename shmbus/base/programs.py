@@ -12,7 +12,7 @@ from typing import Final
 
 #: Parent folder of this package, in last place: only for a child that finds the package nowhere
 #: else.
-_ROOT: Final = str(Path(__file__).resolve().parents[1])
+_ROOT: Final = str(Path(__file__).resolve().parents[2])
 #: The first entry of sys.path, an empty text, means the working directory; PYTHONSAFEPATH omits it.
 _RUN: Final = (
     "import runpy, sys; sys.path[:] = [*filter(None, sys.path), {root!r}]; "

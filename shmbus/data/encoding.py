@@ -226,9 +226,11 @@ def as_array(name: str, value: object, declared: bool = False) -> np.ndarray[Any
         try:
             array = _tensor_array(value) if _is_tensor(value) else np.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:
+            advice = "convert it to a contiguous CPU array first"
+            if getattr(value, "is_cuda", False):
+                advice = "copy it to the host first: .detach().cpu()"
             raise TypeError(
-                f"{name}: {type(value).__name__} gives no NumPy array: {error}; "
-                f"{_tensor_advice(value)}"
+                f"{name}: {type(value).__name__} gives no NumPy array: {error}; {advice}"
             ) from error
         if array.ndim == 0 and not declared:
             _refuse_near(name, value)
@@ -295,13 +297,6 @@ def _refuse_near(name: str, value: object) -> None:
         raise TypeError(
             f"{name}: expected an array, got {type(value).__name__}; did you mean {near}?"
         )
-
-
-def _tensor_advice(value: object) -> str:
-    """Advise how to make an array of a tensor NumPy cannot take."""
-    if getattr(value, "is_cuda", False):
-        return "copy it to the host first: .detach().cpu()"
-    return "convert it to a contiguous CPU array first"
 
 
 def _value_advice(name: str, value: object) -> str:

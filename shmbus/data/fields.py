@@ -47,16 +47,7 @@ def parse_field(
         pair = _complete(name, pair, known)
     dtype = parse_dtype(f"field {name!r}", pair[0])
     sizes = pair[1] if isinstance(pair[1], (tuple, list)) else (pair[1],)
-    shape = []
-    for size in sizes:
-        try:
-            number = check_int("size", size)
-        except TypeError as error:
-            raise TypeError(f"field {name!r}: expected sizes as int, got {size!r}") from error
-        if number < 0:
-            raise ValueError(f"field {name!r}: expected sizes of 0 or more, got {number}")
-        shape.append(number)
-    return dtype, tuple(shape)
+    return dtype, tuple(check_int(f"field {name!r}: size", size, 0) for size in sizes)
 
 
 def _complete(name: str, spec: Any, known: np.dtype[Any] | None) -> Any:

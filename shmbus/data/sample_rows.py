@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus.base.arguments import check_count
+from shmbus.base.arguments import check_int
 from shmbus.data.encoding import as_array
 from shmbus.data.fields import is_argument
 from shmbus_ext import _core
@@ -171,12 +171,7 @@ def _prefix(number: int, row: Mapping[str, Any], length: int) -> int:
     prefix = row.get(PREFIX)
     if prefix is None:
         return 0
-    count = check_count(f"rows: row {number}: {PREFIX}", prefix, 0)
-    if count > length:
-        raise ValueError(
-            f"rows: row {number}: {PREFIX}: expected 0 to {length}, the row's length, got {count}"
-        )
-    return count
+    return check_int(f"rows: row {number}: {PREFIX}", prefix, 0, length)
 
 
 def _joined(name: str, values: list[Any]) -> Any:

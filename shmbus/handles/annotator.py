@@ -441,7 +441,7 @@ class Columns(ClosedByWith):
                     "request_capacity, or send fewer fields="
                 ) from error
             now_s = time.monotonic()
-            if offered and not self._is_open(name):
+            if offered and _core.request_find(*self._place(name)) is None:
                 raise errors.UnservedGroupError(
                     f"columns {', '.join(self._columns)}: an annotator could not write them, as "
                     "its error says; give Columns a larger capacity"
@@ -453,7 +453,10 @@ class Columns(ClosedByWith):
             if self._timeout is not None:
                 rest_s = began_s + self._timeout - time.monotonic()
                 if rest_s <= 0:
-                    raise TimeoutError(self._overdue(group))
+                    raise TimeoutError(
+                        f"group {group.instance_id!r}: expected within {self._timeout:g} s, got "
+                        f"none; {self.explain(group)}"
+                    )
                 wait_s = min(wait_s, rest_s)
             await self._news(wait_s)
         written = self._written.pop(name)
@@ -483,9 +486,6 @@ class Columns(ClosedByWith):
     def _place(self, name: str) -> tuple[_core.Segment, str, None, int]:
         segment = self._lane._segment
         return segment, name, None, _core.split_number(segment, self._split)
-
-    def _is_open(self, name: str) -> bool:
-        return _core.request_find(*self._place(name)) is not None
 
     def _revoke(self, name: str) -> None:
         if _core.request_revoke(*self._place(name)):
@@ -539,12 +539,6 @@ class Columns(ClosedByWith):
             elif group.state != "leased":
                 written.ack()
         self._used = [one for one in self._used if one[0].state == "leased"]
-
-    def _overdue(self, group: Group) -> str:
-        return (
-            f"group {group.instance_id!r}: expected within {self._timeout:g} s, got none; "
-            f"{self.explain(group)}"
-        )
 
     def close(self) -> None:
         """Leave the bus; columns of open groups go to the next trainer."""

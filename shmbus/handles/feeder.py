@@ -62,11 +62,7 @@ def check_offer(
             f"need: {wanted} of {size} needs a round, which tells late samples from those of the "
             "prompt's next round; give round=, such as the number of the pass over the data"
         )
-    level = check_int("priority", priority)
-    if not 0 <= level < _core.REQUEST_LEVELS:
-        raise ValueError(
-            f"priority: expected 0 to {_core.REQUEST_LEVELS - 1}, which is taken first, got {level}"
-        )
+    level = check_int("priority", priority, 0, _core.REQUEST_LEVELS - 1)
     return (
         check_instance_id(instance_id).encode(),
         check_round(round),
@@ -181,16 +177,7 @@ class Feeder(ClosedByAnyWith):
             As for `Producer.put`.
         """
         check_timeout(timeout)
-        offer = self._checked(
-            instance_id,
-            group_size=group_size,
-            need=need,
-            round=round,
-            split=split,
-            priority=priority,
-            meta=meta,
-            **prompt,
-        )
+        offer = self._checked(instance_id, group_size, need, round, split, priority, meta, **prompt)
         return self._offer([offer], timeout)[0]
 
     def request_many(
@@ -226,7 +213,6 @@ class Feeder(ClosedByAnyWith):
     def _checked(
         self,
         instance_id: str | int,
-        *,
         group_size: int,
         need: int | None = None,
         round: int | None = None,
@@ -338,11 +324,9 @@ class Feeder(ClosedByAnyWith):
             left_s = limits.SPACE_WAIT_S
             if timeout is not None:
                 left_s = min(left_s, timeout - waited_s)
-            await self._room.wait(functools.partial(self._await_room, ticket, left_s), left_s)
+            sleep = functools.partial(_core.request_await, self._segment, True, ticket, left_s)
+            await self._room.wait(sleep, left_s)
             await asyncio.to_thread(self._watch.check, self._segment, _WAITS_FOR, waited_s)
-
-    def _await_room(self, ticket: int, wait_s: float) -> None:
-        _core.request_await(self._segment, True, ticket, wait_s)
 
     @property
     def closed(self) -> bool:

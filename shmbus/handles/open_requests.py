@@ -205,7 +205,11 @@ def restore_requests(
         offered += 1
     here = number is not None and state.get("bus") == feeder._segment.identity
     known = {*there, *trained, *map(_key, state["open"])}
-    complete = _complete_groups(feeder.name) if number is not None and not here else []
+    whole: list[RequestKey] = []
+    if number is not None and not here:
+        with SegmentFile(feeder.name) as file:
+            file.require()
+            whole = [key for key in OpenGroups(file, 0).whole if key[1] is not None]
     return RestoredRequests(
         offered,
         kept,
@@ -213,12 +217,5 @@ def restore_requests(
         list(trained.elements()),
         number,
         max(0, newest - (number or 0) - there.total()) if here else 0,
-        [key for key in complete if key not in known],
+        [key for key in whole if key not in known],
     )
-
-
-def _complete_groups(name: str) -> list[tuple[str, int | None, str]]:
-    """Return the groups with a round that are whole on the bus, delivered or not."""
-    with SegmentFile(name) as file:
-        file.require()
-        return [key for key in OpenGroups(file, 0).whole if key[1] is not None]

@@ -27,14 +27,15 @@ import numpy as np
 from shmbus import errors
 from shmbus.base import limits
 from shmbus.base.arguments import (
-    SECONDS,
     TRAIN,
     check_choice,
     check_count,
     check_flag,
     check_int,
     check_label,
+    check_number,
     check_split,
+    check_text,
     check_timeout,
     names_options,
 )
@@ -556,9 +557,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
             "timeout": timeout,
         }
         parsed = self._parse_fields(fields)
-        meta_room = check_int("meta_room", meta_room)
-        if not 0 <= meta_room < 2**31:
-            raise ValueError(f"meta_room: expected 0 to 2 GiB, got {meta_room}")
+        meta_room = check_int("meta_room", meta_room, 0, 2**31 - 1)
         check_sizes(self.name, self.record_limit, parsed)
         return self._reserve(
             head,
@@ -790,9 +789,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
             As for `put`.
         """
         check_timeout(timeout)
-        if isinstance(below, bool) or not isinstance(below, SECONDS):
-            raise TypeError(f"below: expected a number, got {type(below).__name__}")
-        if not 0 < below <= 1:
+        if not 0 < check_number("below", below) <= 1:
             raise ValueError(f"below: expected more than 0, at most 1, got {below!r}")
         began = time.monotonic()
         deadline = None if timeout is None else began + timeout
@@ -895,8 +892,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
         BusClosedError, TypeError
             The Producer is closed or from before a fork; or the address is no str.
         """
-        if not isinstance(server, str):
-            raise TypeError(f"server: expected an address, got {type(server).__name__}")
+        check_text("server", server)
         return self._servers.version_of(server, self._here().policy_version)
 
     @property

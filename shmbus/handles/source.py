@@ -179,7 +179,10 @@ def _collector(options: AttachOptions, opened: list[Collector | DaemonClient]) -
     try:
         return _core.uninterrupted(make)
     except errors.BusBusyError as error:
-        if _reads_already(options.name):
+        # A fork closes collectors.
+        if any(
+            each.segment.name == options.name for each in _collectors if not each.segment.closed
+        ):
             raise errors.BusBusyError(
                 f"{error}. That is this same process: another Consumer of it, or an "
                 "OnlineDataHandler, reads the bus, as after a notebook's cell that ran twice; "
@@ -190,11 +193,6 @@ def _collector(options: AttachOptions, opened: list[Collector | DaemonClient]) -
 
 #: Those of this process: between containers, which number processes alike, a pid proves little.
 _collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
-
-
-def _reads_already(name: str) -> bool:
-    """Tell if this process holds an open collector of the bus; a fork closes collectors."""
-    return any(each.segment.name == name and not each.segment.closed for each in _collectors)
 
 
 def _daemon_client(options: AttachOptions, opened: list[Collector | DaemonClient]) -> DaemonClient:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from shmbus import errors
 from shmbus.base import limits
+from shmbus.base.arguments import check_choice, check_period
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
@@ -43,30 +44,17 @@ _CHECKS = 4
 OnStall: TypeAlias = 'Literal["log", "raise"] | Callable[[StallReport], object] | None'
 
 
-def check_stall(on_stall: object, timeout_s: object) -> None:
-    """Check the arguments of a Watch."""
-    if isinstance(on_stall, str) and on_stall not in ("log", "raise"):
-        raise ValueError(f"on_stall: expected 'log', 'raise', a callable or None, got {on_stall!r}")
-    if not (on_stall is None or isinstance(on_stall, str) or callable(on_stall)):
-        raise TypeError(
-            f"on_stall: expected 'log', 'raise', a callable or None, got {type(on_stall).__name__}"
-        )
-    if timeout_s is None:
-        return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
-        raise TypeError(f"stall_timeout: expected seconds or None, got {type(timeout_s).__name__}")
-    if not 0 < timeout_s <= _TIMEOUT_MAX_S:
-        raise ValueError(
-            f"stall_timeout: expected more than 0, at most {_TIMEOUT_MAX_S:g} seconds, "
-            f"got {timeout_s!r}"
-        )
-
-
 class Watch:
     """Watches the waits of a handle."""
 
     def __init__(self, bus: str, on_stall: OnStall, timeout_s: float | None) -> None:
-        check_stall(on_stall, timeout_s)
+        if on_stall is not None and not callable(on_stall):
+            check_choice("on_stall", on_stall, ("log", "raise"), "or pass a callable, or None")
+        if timeout_s is not None and check_period("stall_timeout", timeout_s) > _TIMEOUT_MAX_S:
+            raise ValueError(
+                f"stall_timeout: expected more than 0, at most {_TIMEOUT_MAX_S:g} seconds, "
+                f"got {timeout_s!r}"
+            )
         self._bus = bus
         self._on_stall: OnStall = on_stall
         self._timeout_s = timeout_s

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import TypeAlias
 
+from shmbus.base.arguments import fit_text
 from shmbus.relay.messages import GroupName, MissingSample, Unanswered, Wanted, bus_of
 from shmbus.relay.splits import Splits, number_of
 from shmbus.stash.failures import Failures, Request
@@ -195,7 +196,7 @@ class RetryRows:
             sample.need,
             sample.index,
             sample.attempt,
-            _cut(sample.reason),
+            fit_text("reason", sample.reason, _core.RETRY_REASON_BYTES).encode(),
         )
         return row
 
@@ -224,9 +225,3 @@ class RetryRows:
                 sample = MissingSample(group, size, need, index, attempt, why)
                 said.append(Unanswered(self._bus, sample))
         return said
-
-
-def _cut(reason: str) -> bytes:
-    """Encode a reason as UTF-8, cut between characters to the room of a row."""
-    encoded = reason.encode("utf-8", "replace")[: _core.RETRY_REASON_BYTES]
-    return encoded.decode("utf-8", "ignore").encode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shmbus.base.arguments import check_count, parse_size
+from shmbus.base.arguments import check_int, parse_size
 from shmbus.base.format import show_size
 from shmbus_ext import _core
 
@@ -53,17 +53,8 @@ def check_bounds(
                 f"{_core.REQUEST_MAX_BYTES} (4 GiB) bytes, got {requests}; leave it out for a 32nd "
                 "of the capacity"
             )
-    groups = 0 if max_lead is None else check_count("max_lead", max_lead, 1)
-    if groups > _core.LEAD_ROWS:
-        raise ValueError(
-            f"max_lead: expected 1 to {_core.LEAD_ROWS} groups, got {groups}; leave it out for no "
-            "bound but the capacity"
-        )
+    groups = 0 if max_lead is None else check_int("max_lead", max_lead, 1, _core.LEAD_ROWS)
     if max_lead_versions is None:
         return Bounds(requests, groups)
-    versions = check_count("max_lead_versions", max_lead_versions, 0)
-    if versions >= _core.LEAD_ROWS:
-        raise ValueError(
-            f"max_lead_versions: expected 0 to {_core.LEAD_ROWS - 1} versions, got {versions}"
-        )
+    versions = check_int("max_lead_versions", max_lead_versions, 0, _core.LEAD_ROWS - 1)
     return Bounds(requests, groups, versions + 1)

@@ -25,8 +25,6 @@ from shmbus_ext import _core
 
 #: Seconds between two attempts to open a missing or unfinished file.
 _POLL_S: Final = 0.005
-#: Folder omitted from POSIX names.
-_DIRECTORY: Final = SHM_DIRECTORY
 
 
 class Handle(Protocol):
@@ -57,7 +55,8 @@ def _create_into(
     made: list[tuple[_H, os.stat_result]], path: str, title: str, create: Callable[[int], _H]
 ) -> None:
     try:
-        fd = posix_ipc.SharedMemory(path.removeprefix(_DIRECTORY), posix_ipc.O_CREX, mode=0o600).fd
+        name = path.removeprefix(SHM_DIRECTORY)  # as POSIX names it
+        fd = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600).fd
     except posix_ipc.ExistentialError as error:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
     except posix_ipc.PermissionsError as error:

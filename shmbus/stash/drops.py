@@ -28,7 +28,7 @@ _SUPERSEDED = "failed (reports)"
 _NOT_NEEDED = "surplus (not needed)"
 #: Causes and remedies by the ledger's reason.
 _OWN_ROUND = "give each round of a prompt its own number: round=producer.next_round()"
-_REMEDIES = {
+REMEDIES = {
     "duplicate": "that index was there already, and the first is kept; number the samples of a "
     f"prompt once, or {_OWN_ROUND}",
     "size_mismatch": "its group_size or need is not that of the group; pass the same ones with "
@@ -84,7 +84,7 @@ class DropLog:
     def note_corrupt(self, count: int, now_s: float) -> None:
         """Note records quarantined by the reader."""
         if self._throttle.first("corrupt", now_s, count):
-            what = f"dropped {several(count, 'record')} as corrupt: {_REMEDIES['corrupt']}"
+            what = f"dropped {several(count, 'record')} as corrupt: {REMEDIES['corrupt']}"
             self._messages.append((logging.WARNING, self._line(what)))
 
     def flush(self) -> None:
@@ -124,7 +124,7 @@ class DropLog:
             told += f" (of version {version}, the trainer is at {self._segment.policy_version})"
         if reports:
             told += f" ({_why(reports[0])})"
-        return printable(self._line(f"{told}: {_REMEDIES[reason]}"))
+        return printable(self._line(f"{told}: {REMEDIES[reason]}"))
 
     def _producer(self, producer_id: int) -> str:
         for row in self._segment.producers():

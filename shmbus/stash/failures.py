@@ -33,6 +33,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Final, Generic, Literal, Protocol, TypeVar
 
+import msgspec
+
 from shmbus.base import limits
 from shmbus.base.backoff import backoff_s
 from shmbus_ext._core import GroupEntry
@@ -169,89 +171,61 @@ S = TypeVar("S", bound=Reported)
 _MAX_ATTEMPTS = 1 << 20
 
 
-class Request:
+class Request(msgspec.Struct, eq=False):
     """A retry request for one sample."""
 
-    __slots__ = (
-        "answered", "attempt", "deadline_s", "due_s", "group_size", "index", "key", "late", "need",
-        "reason", "successes",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        key: Hashable,
-        group_size: int,
-        need: int,
-        index: int,
-        attempt: int,
-        reason: str,
-        due_s: float,
-        *,
-        late: bool = False,
-    ) -> None:
-        self.key = key
-        self.group_size = group_size
-        #: Samples that complete the group; 0 if unknown.
-        self.need = need
-        self.index = index
-        #: 1 for the first retry; 0 if the first attempt failed without the sample's fault.
-        self.attempt = attempt
-        self.reason = reason
-        #: Earliest time of publication.
-        self.due_s = due_s
-        #: None until publication to producers.
-        self.deadline_s: float | None = None
-        #: True if the last look at the deadline found a committed answer.
-        self.answered = False
-        #: Samples received before publication to producers.
-        self.successes: int | None = None
-        #: True if the sample missed its group's deadline, and its first try may still run.
-        self.late = late
+    key: Hashable
+    group_size: int
+    #: Samples that complete the group; 0 if unknown.
+    need: int
+    index: int
+    #: 1 for the first retry; 0 if the first attempt failed without the sample's fault.
+    attempt: int
+    reason: str
+    #: Earliest time of publication.
+    due_s: float
+    #: True if the sample missed its group's deadline, and its first try may still run.
+    late: bool = False
+    #: None until publication to producers.
+    deadline_s: float | None = None
+    #: True if the last look at the deadline found a committed answer.
+    answered: bool = False
+    #: Samples received before publication to producers.
+    successes: int | None = None
 
 
-class FailedIndex(Generic[S]):
+class FailedIndex(msgspec.Struct, Generic[S], eq=False):
     """An index whose sample failed, or missed its deadline."""
 
-    __slots__ = (
-        "attempts", "failures", "reason", "report", "reported", "request", "successes", "suspect",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        #: Failed attempts, without the excused.
-        self.attempts = 0
-        #: Failed attempts, with the excused.
-        self.failures = 0
-        #: Samples received before its last failure.
-        self.successes = 0
-        #: True after a second failure in the same words despite other samples' successes: the
-        #: sample itself may be at fault.
-        self.suspect = False
-        self.reason = ""
-        self.report: S | None = None
-        #: True after a producer's report; False for a sample merely missing.
-        self.reported = False
-        #: None once the failure becomes final.
-        self.request: Request | None = None
+    #: Failed attempts, without the excused, and with them.
+    attempts: int = 0
+    failures: int = 0
+    #: Samples received before its last failure.
+    successes: int = 0
+    #: True after a second failure in the same words despite other samples' successes: the sample
+    #: itself may be at fault.
+    suspect: bool = False
+    reason: str = ""
+    report: S | None = None
+    #: True after a producer's report; False for a sample merely missing.
+    reported: bool = False
+    #: None once the failure becomes final.
+    request: Request | None = None
 
 
-class FailingGroup(Generic[S]):
+class FailingGroup(msgspec.Struct, Generic[S], eq=False):
     """A group with a failed index. `size` is 0 while unknown."""
 
-    __slots__ = (
-        "born_s", "due_s", "failed", "key", "need", "overdue", "received", "size", "touched_s",
-    )  # fmt: skip
-
-    def __init__(self, key: Hashable, size: int, need: int, born_s: float, now_s: float) -> None:
-        self.key = key
-        self.size = size
-        self.need = need
-        self.born_s = born_s
-        self.touched_s = now_s
-        self.received: dict[int, S] = {}
-        self.failed: dict[int, FailedIndex[S]] = {}
-        #: True after the group's deadline: missing samples count as failed.
-        self.overdue = False
-        self.due_s = 0.0
+    key: Hashable
+    size: int
+    need: int
+    born_s: float
+    touched_s: float
+    received: dict[int, S] = {}
+    failed: dict[int, FailedIndex[S]] = {}
+    #: True after the group's deadline: missing samples count as failed.
+    overdue: bool = False
+    due_s: float = 0.0
 
     @property
     def samples(self) -> list[S]:
@@ -358,7 +332,9 @@ class Failures(Generic[S]):
     def add(self, group: FailingGroup[S], sample: S, now_s: float) -> None:
         """Add a sample to its group, or its failure report."""
         if sample.group_size and not group.size:
-            self._learn_size(group, sample.group_size)
+            group.size = sample.group_size
+            for index in [index for index in group.failed if index >= group.size]:
+                self._resolve(group, index)
         index = sample.index
         if sample.failed:
             self._add_report(group, sample, now_s)
@@ -373,11 +349,6 @@ class Failures(Generic[S]):
             self.lane.succeeded()
             self._resolve(group, index)
         self._touch(group, now_s)
-
-    def _learn_size(self, group: FailingGroup[S], size: int) -> None:
-        group.size = size
-        for index in [index for index in group.failed if index >= size]:
-            self._resolve(group, index)
 
     def _resolve(self, group: FailingGroup[S], index: int) -> None:
         """End a failure whose sample arrived, or whose index the group lacks."""

@@ -25,6 +25,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from shmbus.base import limits
+from shmbus.base.arguments import fit_text
 from shmbus.base.format import show_duration
 from shmbus.base.ledger import LanePauseStatus
 from shmbus.data.keys import make_key, split_key
@@ -163,7 +164,7 @@ class Retries:
         assert lane.reason is not None
         _core.retry_publish(
             self._segment, row, _core.monotonic_ns(), "-", since_ns, _core.SPLIT_TRAIN,
-            0, 0, 0, _core.RETRY_PAUSE, _cut(lane.reason),
+            0, 0, 0, _core.RETRY_PAUSE, _text(lane.reason),
         )  # fmt: skip
         lane.probe(now_s)
         return self._next_probe(rows)
@@ -201,28 +202,25 @@ class Retries:
             if not self._free:
                 return
             row = self._free.pop()
-            self._publish(row, request)
+            id_, round, split = split_key(request.key)
+            _core.retry_publish(
+                self._segment,
+                row,
+                # Grows over collectors too: a claim always refers to the request its producer saw.
+                _core.monotonic_ns(),
+                id_,
+                _core.NO_ROUND if round is None else round,
+                split,
+                request.group_size,
+                request.need,
+                request.index,
+                request.attempt,
+                _text(request.reason),
+                request.late,
+            )
         self._requests[row] = request
         self._row_of[at] = row
         self._failures.publish(request, now_s)
-
-    def _publish(self, row: int, request: Request) -> None:
-        id_, round, split = split_key(request.key)
-        _core.retry_publish(
-            self._segment,
-            row,
-            # Grows over collectors too: a claim always refers to the request its producer saw.
-            _core.monotonic_ns(),
-            id_,
-            _core.NO_ROUND if round is None else round,
-            split,
-            request.group_size,
-            request.need,
-            request.index,
-            request.attempt,
-            _cut(request.reason),
-            request.late,
-        )
 
     def _fail_dead_claims(self, now_s: float) -> None:
         """Fail claims of producers that died before the full read of the ring."""
@@ -235,7 +233,6 @@ class Retries:
         self._dead_claims.clear()
 
 
-def _cut(reason: str) -> bytes:
-    """Encode a reason as UTF-8, cut between characters to the room of a row."""
-    encoded = reason.encode("utf-8", "replace")[: _core.RETRY_REASON_BYTES]
-    return encoded.decode("utf-8", "ignore").encode()
+def _text(reason: str) -> bytes:
+    """Encode a reason, cut to the room of a row."""
+    return fit_text("reason", reason, _core.RETRY_REASON_BYTES).encode()

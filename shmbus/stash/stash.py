@@ -114,20 +114,14 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     on_failure: Literal["drop", "partial"] = "drop"
 
 
-class Discard(Generic[S]):
+class Discard(msgspec.Struct, Generic[S], eq=False):
     """Samples that leave without acknowledgement."""
 
-    # `superseded`: obsolete failure reports, without further cost to their group.
-
-    __slots__ = ("key", "reason", "samples", "superseded")
-
-    def __init__(
-        self, reason: Reason, key: Hashable, samples: list[S], *, superseded: bool = False
-    ) -> None:
-        self.reason: Reason = reason
-        self.key = key
-        self.samples = samples
-        self.superseded = superseded
+    reason: Reason
+    key: Hashable
+    samples: list[S]
+    #: Obsolete failure reports, without further cost to their group.
+    superseded: bool = False
 
 
 class Stash(Generic[S]):

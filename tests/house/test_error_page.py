@@ -11,7 +11,7 @@ from test_style import ROOT
 
 from shmbus import ShmbusError, errors
 from shmbus.base.ledger import REASONS
-from shmbus.stash.drops import _REMEDIES
+from shmbus.stash.drops import REMEDIES
 
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 #: Modules whose `__all__` names error classes, beside `shmbus.errors`.
@@ -82,4 +82,4 @@ def test_each_drop_reason_has_a_row_with_the_words_of_its_log_line() -> None:
     table = PAGE.partition("## Dropped samples")[2]
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.M))
     assert rows.keys() == set(REASONS) - {"acknowledged"}
-    assert [reason for reason, words in rows.items() if words not in _REMEDIES[reason]] == []
+    assert [reason for reason, words in rows.items() if words not in REMEDIES[reason]] == []

@@ -65,7 +65,9 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS.values()) for room 
 # programs are started, and words of messages.
 OPEN_TO_TRAINERS = (
     "shmbus.base.arguments.",
+    "shmbus.base.closing.ClosedByWith",
     "shmbus.base.format.several",
+    "shmbus.base.ledger.REASONS",
     "shmbus.base.near_names.",
     "shmbus.base.programs.",
     "shmbus.batch.",
@@ -78,6 +80,7 @@ OPEN_TO_TRAINERS = (
     "shmbus.pool.",
     "shmbus.segment.names.",
     "shmbus.segment.own_file.",
+    "shmbus.stash.drops.REMEDIES",
     "shmbus.tensors.",
     "shmbus.weights.",
 )

@@ -202,15 +202,15 @@ def test_a_call_of_trl_that_ends_by_an_error_holds_no_other_group(bus: shmbus.Bu
         answered.append(request.meta["prompt"])
 
     rollouts = ShmbusRollouts(bus.name, timeout=30.0, tokenize=False)
-    consumer = rollouts._attached().consumer
-    take = rollouts._consumers.take  # type: ignore[union-attr]
+    consumer = rollouts._consumers.consumer
+    take = rollouts._consumers.take
 
     def take_all(split: str, count: int, timeout: float) -> Any:
         go.set()
         wait_until(lambda: len(answered) >= 6, what="all answers")
         return take(split, count, timeout)
 
-    rollouts._consumers.take = take_all  # type: ignore[union-attr, method-assign]
+    rollouts._consumers.take = take_all  # type: ignore[method-assign]
     with answering(bus.name, answer):
         with pytest.raises(ValueError, match="expected finite numbers"):
             rollouts([f"p{number}" for number in range(6)], trainer)

@@ -87,7 +87,7 @@ REFUSED: list[tuple[Call, str]] = [
         (make(pack_threads=given), said)
         for make in (handler, lambda **options: lambda g: HostPacker(**options))
         for given, said in (
-            (0, "ValueError: pack_threads: expected 1 to 64 threads, got 0"),
+            (0, "ValueError: pack_threads: expected 1 to 64, got 0"),
             (65, "ValueError: got 65"),
             (True, "TypeError: pack_threads: expected an int, got bool"),
             ("2", "TypeError: got str"),

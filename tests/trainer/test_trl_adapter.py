@@ -195,7 +195,7 @@ def test_what_is_wrong_with_a_leased_group_is_said_by_sample_and_field(bus: str)
         ({**good, "logprobs": [0.0, float("nan")]}, "'logprobs': expected finite"),
         ({**good, "advantages": [0.0, 1.0]}, "'advantages': expected no such field"),
         ({**good, "logprobs": [0.0]}, "'logprobs'"),
-        ({"tokens": [1, 2], "loss_mask": [0, 1]}, "'logprobs': expected this field"),
+        ({"tokens": [1, 2], "loss_mask": [0, 1]}, "'logprobs': expected one value"),
         ({"rows": [good, {**good, "logprobs": [0.0, math.inf]}]}, "'logprobs': expected finite"),
         ({"rows": [{"tokens": [1, 2]}], "loss_mask": [0, 1], "logprobs": [0.0, 1.0]}, "loss_mask"),
     ]

@@ -147,7 +147,7 @@ def test_a_prompt_under_way_twice_is_told_with_the_remedy(bus: Bus, producer: Pr
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         for index in (0, 0):
             producer.put("q", group_size=2, index=index, tokens=SIX)
-        with pytest.raises(TimeoutError, match=r"1 duplicate \(.*round=, from producer.next_round"):
+        with pytest.raises(TimeoutError, match=r"1 duplicate \(.*round=producer.next_round"):
             handler.next_batch(timeout=0.1)
 
 

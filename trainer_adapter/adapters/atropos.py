@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Final
 
 import shmbus
 from shmbus.base.arguments import check_int, check_text, check_timeout
+from shmbus.base.closing import ClosedByWith
 from shmbus.peers.atropos import env_id_of, group_of, is_atropos, samples_of
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
 from trainer_adapter.adapters.ended_groups import still_leased
@@ -131,7 +132,7 @@ def _checked_minimums(minimums: object) -> dict[int, float]:
     return found
 
 
-class AtroposTrainer:
+class AtroposTrainer(ClosedByWith):
     """Takes the batches of the gateway's `GET /batch`, without HTTP.
 
     Parameters
@@ -352,9 +353,3 @@ class AtroposTrainer:
     def close(self) -> None:
         """Leave the bus; unacknowledged groups are delivered to the next trainer."""
         self._consumer.close()
-
-    def __enter__(self) -> AtroposTrainer:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close()

@@ -28,14 +28,35 @@ _KINDS: Final = {
 }
 
 
-def not_of_its_kind(name: str, array: NDArray[Any]) -> tuple[str, str] | None:
-    """Return the expected and the actual kind if a conversion would change a field's numbers."""
+_PUT: Final = "put the whole sequence, a mask of what was sampled, and the sampler's logprobs"
+
+
+def bad_field(
+    t: shmbus.Trajectory, field: str, expected: str, got: str, step: str = _PUT
+) -> ValueError:
+    """Return the error for a field of a sample unfit for a stack, with the remedy."""
+    return ValueError(
+        f"group {t.instance_id!r}, sample {t.index}, field {field!r}: expected {expected}, got "
+        f"{got}; {step}"
+    )
+
+
+def checked_field(
+    t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]], name: str, step: str = _PUT
+) -> NDArray[Any]:
+    """Return a row's field [n], whose numbers survive the conversion to a stack's type."""
+    array, tokens = row.get(name), row.get("tokens")
+    if array is None or tokens is None or array.ndim != 1 or len(array) != len(tokens):
+        got = "none" if array is None else f"shape {array.shape}"
+        raise bad_field(t, name, "one value a token", got, step)
+    if not len(array):
+        raise bad_field(t, name, "one value a token", f"shape {array.shape}", step)
     kinds, expected = _KINDS[name]
     if array.dtype.kind not in kinds:
-        return expected, str(array.dtype)
+        raise bad_field(t, name, expected, str(array.dtype), step)
     if name == "tokens" and array.dtype.kind == "u" and array.max(initial=0) > _LARGEST:
-        return expected, str(array.max())
-    return None
+        raise bad_field(t, name, expected, str(array.max()), step)
+    return array
 
 
 def shared_name(t: shmbus.Trajectory) -> str | None:
@@ -57,29 +78,22 @@ class Parted(NamedTuple):
 def part_row(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]], logprobs: bool) -> Parted:
     """Part a row of a sample."""
     if (name := shared_name(t)) is not None:
-        raise _bad(t, name, "what samples have of their own", "an array of the whole group")
-    length = len(row["tokens"]) if "tokens" in row else 0
-    for name in ("tokens", "loss_mask", *(("logprobs",) if logprobs else ())):
-        array = row.get(name)
-        if array is None or array.ndim != 1 or len(array) != length or not length:
-            got = "none" if array is None else f"shape {array.shape}"
-            raise _bad(t, name, "one value a token", got)
-        if (wrong := not_of_its_kind(name, array)) is not None:
-            raise _bad(t, name, *wrong)
-    mask = row["loss_mask"] != 0
+        raise bad_field(t, name, "what samples have of their own", "an array of the whole group")
+    tokens = checked_field(t, row, "tokens")
+    mask = checked_field(t, row, "loss_mask") != 0
+    values = checked_field(t, row, "logprobs") if logprobs else None
     sampled = np.flatnonzero(mask)
     if not len(sampled) or sampled[0] == 0:
-        got = f"{len(sampled)} sampled of {length}"
-        raise _bad(t, "loss_mask", "a prompt, and then a sampled token", got)
+        got = f"{len(sampled)} sampled of {len(tokens)}"
+        raise bad_field(t, "loss_mask", "a prompt, and then a sampled token", got)
     begin = int(sampled[0])
-    values = None
-    if logprobs:
-        values = np.where(mask, row["logprobs"], 0)[begin:]
+    if values is not None:
+        values = np.where(mask, values, 0)[begin:]
         if not np.isfinite(values).all():
-            raise _bad(t, "logprobs", "finite numbers", "others")
+            raise bad_field(t, "logprobs", "finite numbers", "others")
     return Parted(
-        row["tokens"][:begin].tolist(),
-        row["tokens"][begin:].tolist(),
+        tokens[:begin].tolist(),
+        tokens[begin:].tolist(),
         mask[begin:].astype(int).tolist(),
         None if values is None else values.tolist(),
     )
@@ -96,15 +110,8 @@ def experts_of(t: shmbus.Trajectory, row: Mapping[str, NDArray[Any]]) -> NDArray
         if array.size and found.min() >= 0 and np.array_equal(found, array):
             return found
         got = f"{array.min(initial=0)} to {array.max(initial=0)}"
-    raise ValueError(
-        f"group {t.instance_id!r}, sample {t.index}, field 'routed_experts': expected the numbers "
-        f"of experts, 0 to 32767, of at most {len(row['tokens'])} tokens [n, layers, k], got "
-        f"{got}; put them as the sampler gives them, or leave them out"
-    )
-
-
-def _bad(t: shmbus.Trajectory, field: str, expected: str, got: str) -> ValueError:
-    return ValueError(
-        f"group {t.instance_id!r}, sample {t.index}, field {field!r}: expected {expected}, got "
-        f"{got}; put the whole sequence, a mask of what was sampled, and the sampler's logprobs"
-    )
+    most = f"of at most {len(row['tokens'])} tokens [n, layers, k]"
+    raise bad_field(
+        t, "routed_experts", f"the numbers of experts, 0 to 32767, {most}", got,
+        "put them as the sampler gives them, or leave them out",
+    )  # fmt: skip

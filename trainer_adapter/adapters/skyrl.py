@@ -31,7 +31,7 @@ from trainer_adapter.adapters.ended_groups import EndedGroups
 from trainer_adapter.adapters.optional_imports import Stack
 from trainer_adapter.adapters.prompt_response import Parted, experts_of, part_row
 from trainer_adapter.adapters.request_meta import columns_for
-from trainer_adapter.adapters.split_consumer import SplitConsumer, check_options
+from trainer_adapter.adapters.split_consumer import SplitConsumer
 
 __all__ = ["GenerateByBus", "make_generator"]
 
@@ -84,14 +84,12 @@ class GenerateByBus:
         timeout: float = GENERATE_TIMEOUT_S,
         **options: Any,
     ) -> None:
-        check_options(bus, options)
+        self._consumers: Final = SplitConsumer(bus, **{"label": "SkyRL", **options})
         check_flag("logprobs", logprobs)
         check_seconds("timeout", timeout)
         self.bus: Final = bus
         self._logprobs = logprobs
         self._timeout_s = timeout
-        self._options = options
-        self._consumers: SplitConsumer | None = None
         self._rounds = itertools.count(time.time_ns())
         self._wanted: set[tuple[str, int | None]] = set()
         self._arrived: dict[tuple[str, int | None], list[_Output] | Exception] = {}
@@ -129,7 +127,7 @@ class GenerateByBus:
         metadata = input_batch.get("batch_metadata")
         # SkyRL's phases share the names of splits.
         split = str(metadata.training_phase) if metadata is not None else "train"
-        consumer = self._attached().consumer
+        consumer = self._consumers.consumer
         if metadata is not None and metadata.global_step > consumer.policy_version:
             consumer.policy_version = metadata.global_step
         deadline = time.monotonic() + self._timeout_s
@@ -162,14 +160,7 @@ class GenerateByBus:
 
     def close(self) -> None:
         """Leave the bus."""
-        consumers, self._consumers = self._consumers, None
-        if consumers is not None:
-            consumers.close()
-
-    def _attached(self) -> SplitConsumer:
-        if self._consumers is None:
-            self._consumers = SplitConsumer(self.bus, **{"label": "SkyRL", **self._options})
-        return self._consumers
+        self._consumers.close()
 
     async def _offer(
         self,
@@ -189,7 +180,7 @@ class GenerateByBus:
         }
         while True:
             try:
-                self._attached().consumer.request(
+                self._consumers.consumer.request(
                     key[0], group_size=len(places), round=key[1], split=split, meta=meta,
                     timeout=0,
                 )  # fmt: skip
@@ -212,14 +203,8 @@ class GenerateByBus:
         return found
 
     def _check(self, key: tuple[str, int | None], deadline: float) -> None:
-        if time.monotonic() <= deadline:
-            return
-        requests = self._attached().consumer.stats().requests
-        raise TimeoutError(
-            f"bus {self.bus!r}: the group {key!r} did not come in {self._timeout_s:g} s; requests: "
-            f"{requests.open} open, {requests.claimed} with workers; `shmbus status {self.bus}` "
-            "shows the workers"
-        )
+        if time.monotonic() > deadline:
+            raise self._consumers.late(f"the group {key!r}", self._timeout_s)
 
     async def _take(self, split: str) -> bool:
         """Take available groups for every waiting call; return False for no groups."""
@@ -232,7 +217,7 @@ class GenerateByBus:
     async def _take_for_all(self, lock: asyncio.Lock, split: str) -> bool:
         async with lock:
             consumer, groups = await asyncio.to_thread(
-                self._attached().take, split, _TAKE_GROUPS, _LOOK_S
+                self._consumers.take, split, _TAKE_GROUPS, _LOOK_S
             )
             for group in groups:
                 key = (group.instance_id, group.round)

@@ -26,30 +26,42 @@ def check_options(bus: str, options: dict[str, Any], taken: Mapping[str, str] = 
 
 
 class SplitConsumer:
-    """A Consumer of "train" with takes of further splits."""
+    """Consumers of a bus by split, each attached at its first use."""
 
     def __init__(self, bus: str, **options: Any) -> None:
+        check_options(bus, options)
         self._bus: Final = bus
         self._options: Final = options
-        #: Of "train".
-        self.consumer: Final = shmbus.Consumer(bus, **options)
-        self._others: dict[str, shmbus.Consumer] = {}
+        self._attached: dict[str, shmbus.Consumer] = {}
+
+    @property
+    def consumer(self) -> shmbus.Consumer:
+        """The Consumer of "train"."""
+        return self._of("train")
+
+    def _of(self, split: str) -> shmbus.Consumer:
+        if split not in self._attached:
+            self._attached[split] = shmbus.Consumer(self._bus, **self._options, split=split)
+        return self._attached[split]
 
     def take(
         self, split: str, max_groups: int, timeout: float
     ) -> tuple[shmbus.Consumer, list[shmbus.Group]]:
         """Take groups of a split."""
-        if split == "train":
-            return self.consumer, self.consumer.take(max_groups, timeout)
-        if not self.consumer.has_daemon:
+        if split != "train" and not self.consumer.has_daemon:
             return self.consumer, self.consumer.take(max_groups, timeout, split=split)
-        if split not in self._others:
-            options = {**self._options, "split": split}
-            self._others[split] = shmbus.Consumer(self._bus, **options)
-        other = self._others[split]
-        return other, other.take(max_groups, timeout)
+        consumer = self._of(split)
+        return consumer, consumer.take(max_groups, timeout)
+
+    def late(self, what: str, timeout_s: float) -> TimeoutError:
+        """Return the error for missing groups, with the state of the requests."""
+        requests = self.consumer.stats().requests
+        return TimeoutError(
+            f"bus {self._bus!r}: {what} did not come in {timeout_s:g} s; requests: {requests.open} "
+            f"open, {requests.claimed} with workers; `shmbus status {self._bus}` shows the workers"
+        )
 
     def close(self) -> None:
-        """Leave the bus."""
-        for each in (*self._others.values(), self.consumer):
-            each.close()
+        """Leave the bus; a later use attaches again."""
+        while self._attached:
+            self._attached.popitem()[1].close()

@@ -28,7 +28,7 @@ from shmbus.base.arguments import check_choice, check_flag, check_timeout
 from shmbus.batch.scores import are_equal
 from trainer_adapter.adapters.ended_groups import still_leased
 from trainer_adapter.adapters.optional_imports import Stack
-from trainer_adapter.adapters.prompt_response import not_of_its_kind
+from trainer_adapter.adapters.prompt_response import bad_field, checked_field
 
 __all__ = ["ShmbusBatches", "sample_group"]
 
@@ -126,32 +126,12 @@ def _own_advantages(
         if np.isfinite(values[sampled]).all():
             return values
         got = "others"
-    raise ValueError(
-        f"group {t.instance_id!r}, sample {t.index}, field 'advantages': expected a finite number "
-        f"for each of {len(sampled)} tokens, got {got}; correct it, or leave it out"
-    )
+    expected = f"a finite number for each of {len(sampled)} tokens"
+    raise bad_field(t, "advantages", expected, got, "correct it, or leave it out")
 
 
 def _field(t: shmbus.Trajectory, row: Any, name: str) -> Any:
-    array, tokens = row.get(name), row.get("tokens")
-    if (
-        array is None
-        or tokens is None
-        or array.ndim != 1
-        or len(array) != len(tokens)
-        or not len(array)
-    ):
-        got = "none" if array is None else f"shape {array.shape}"
-        raise ValueError(
-            f"group {t.instance_id!r}, sample {t.index}, field {name!r}: expected one value a "
-            f"token, got {got}; put tokens, loss_mask and the sampler's logprobs of the whole "
-            "sequence"
-        )
-    if (wrong := not_of_its_kind(name, array)) is not None:
-        raise ValueError(
-            f"group {t.instance_id!r}, sample {t.index}, field {name!r}: expected {wrong[0]}, got "
-            f"{wrong[1]}; put token ids, a mask of what was sampled, and the sampler's logprobs"
-        )
+    array = checked_field(t, row, name)
     # torchtitan's lists contain int and float.
     if name == "tokens" and array.dtype.kind == "b":
         return array.astype(np.int64)

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -107,29 +106,9 @@ def run_backend(
     chosen: str, q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend by one backend, eagerly."""
-    return _RUN[chosen](q, k, v, call, return_lse)
-
-
-def _run_native(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    return _run_kernel(call_native, q, k, v, call, return_lse)
-
-
-def _run_flash(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    return _run_kernel(_call_flash, q, k, v, call, return_lse)
-
-
-def _run_kernel(
-    run: Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: Call,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+    if chosen == "sdpa":
+        return _run_sdpa(q, k, v, call, return_lse)
+    run = call_native if chosen == "native" else _call_flash
     for borders, rows, longest, name in call.sides(q, k):
         if _is_readable(borders):
             _checked_lengths(borders, len(rows), longest, name)
@@ -191,6 +170,3 @@ def _checked_lengths(borders: Tensor, tokens: int, longest: int, name: str) -> I
             f"{kept[2].max()}; pass the longest length"
         )
     return kept[2]
-
-
-_RUN: Final = {"native": _run_native, "flash": _run_flash, "sdpa": _run_sdpa}

@@ -13,10 +13,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from trainer_adapter.attention.native import kernel_obstacle
+
 __all__ = ["call_flash", "flash_function", "flash_obstacle"]
 
 FLASH_FROM: Final = (2, 6)
-FLASH_MAX_HEAD_DIM: Final = 256
 
 
 @functools.cache
@@ -42,16 +43,8 @@ def flash_obstacle(
     function, reason = flash_function()
     if function is None:
         return reason
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"it needs float16 or bfloat16, got {q.dtype}"
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, got {capability[0]}.{capability[1]}"
-    head_dim = q.shape[-1]
-    if head_dim % 8 or head_dim > FLASH_MAX_HEAD_DIM:
-        return f"it needs a head dimension that is a multiple of 8 up to 256, got {head_dim}"
-    if q.numel() == 0 or k.numel() == 0:
-        return "it needs at least one query and one key token"
+    if (obstacle := kernel_obstacle(q, k)) is not None:
+        return obstacle
     # As in torch's equal kernel: for a row far above its first key, the limits would change their
     # meaning.
     left, right = window

@@ -100,12 +100,12 @@ def prefix_attention(
     obstacle = _flex_obstacle(q)
     if backend == "flex" and obstacle:
         raise ValueError(f"backend 'flex' cannot run here: {obstacle}; pass backend='auto'")
-    if backend == "flex":
-        return _flex(q, k, v, tree, checked_scale(scale, q.shape[-1]), window)
-    if backend == "auto" and not obstacle and not _refused:
+    if backend == "flex" or (backend == "auto" and not obstacle and not _refused):
         try:
             return _flex(q, k, v, tree, checked_scale(scale, q.shape[-1]), window)
         except _compile_errors() as error:
+            if backend == "flex":
+                raise
             # A property of this torch, GPU or compiler, so the next call would fail too.
             _refused.append(str(error))
             logger.warning(

@@ -119,23 +119,15 @@ class Admission:
             try:
                 good = self._measure(groups)
             except (TypeError, ValueError):
-                good, wrong = self._measure_each(groups)
+                for group in groups:
+                    try:
+                        good += self._measure([group])
+                    except (TypeError, ValueError) as error:
+                        self.drop(group, error)
+                        wrong = wrong or error
         self._planner.add(good, time.monotonic())
         if wrong is not None and self._malformed == "raise":
             raise wrong
-
-    def _measure_each(
-        self, groups: list[shmbus.Group]
-    ) -> tuple[list[tuple[shmbus.Group, int]], Exception | None]:
-        wrong: Exception | None = None
-        good: list[tuple[shmbus.Group, int]] = []
-        for group in groups:
-            try:
-                good += self._measure([group])
-            except (TypeError, ValueError) as error:
-                self.drop(group, error)
-                wrong = wrong or error
-        return good, wrong
 
     def drop(self, group: shmbus.Group, error: Exception) -> None:
         """End a malformed group, with a note in the log."""
@@ -165,8 +157,6 @@ class Admission:
 
     def return_stale(self) -> None:
         """Give stale waiting groups to the Consumer, which drops and counts them."""
-        if self._max_policy_lag is None:
-            return
         stale = self.stale(self._planner.groups)
         if stale:
             self._planner.unsettled = True

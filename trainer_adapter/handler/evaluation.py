@@ -86,21 +86,15 @@ class Evaluation:
                     ]
             if not found and left_s is not None and left_s <= 0:
                 break
-        return _figures(split, rewards, lengths, versions, self._consumer.policy_version)
-
-
-def _figures(
-    split: str, rewards: list[list[float]], lengths: list[int], versions: list[int], now: int
-) -> dict[str, float]:
-    figures = {"groups": float(len(rewards)), "samples": float(len(versions))}
-    if rewards:
-        every = np.array([reward for group in rewards for reward in group])
-        lags = now - np.array(versions)
-        figures["reward/mean"] = float(every.mean())
-        figures["reward/std"] = float(every.std())
-        figures["reward/best"] = float(np.mean([max(group) for group in rewards]))
-        figures["lag/mean"] = float(lags.mean())
-        figures["lag/max"] = float(lags.max())
-    if lengths:
-        figures["length/mean"] = float(np.mean(lengths))
-    return {f"{split}/{name}": value for name, value in figures.items()}
+        figures = {"groups": float(len(rewards)), "samples": float(len(versions))}
+        if rewards:
+            every = np.array([reward for group in rewards for reward in group])
+            lags = self._consumer.policy_version - np.array(versions)
+            figures["reward/mean"] = float(every.mean())
+            figures["reward/std"] = float(every.std())
+            figures["reward/best"] = float(np.mean([max(group) for group in rewards]))
+            figures["lag/mean"] = float(lags.mean())
+            figures["lag/max"] = float(lags.max())
+        if lengths:
+            figures["length/mean"] = float(np.mean(lengths))
+        return {f"{split}/{name}": value for name, value in figures.items()}

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,7 +37,7 @@ from trainer_adapter.batches.extra_fields import ExtraFields
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["AnnotateGroup", "GroupAnnotation", "GroupScoring", "ScoreGroup", "group_scoring"]
+__all__ = ["AnnotateGroup", "GroupAnnotation", "GroupScoring", "ScoreGroup"]
 
 #: Calls of a coroutine function per group before the drop: several helpers may answer.
 CALL_ATTEMPTS: Final = 3
@@ -52,18 +53,13 @@ ScoreGroup: TypeAlias = Callable[[shmbus.Group], Any]
 AnnotateGroup: TypeAlias = Callable[[shmbus.Group], Any]
 
 
-class _Call:
+class _Call(msgspec.Struct, eq=False):
     """A call under way with a group."""
 
-    __slots__ = ("attempts", "began_s", "future", "group")
-
-    def __init__(
-        self, group: shmbus.Group, future: concurrent.futures.Future[Any], attempts: int
-    ) -> None:
-        self.group = group
-        self.future = future
-        self.attempts = attempts
-        self.began_s = time.monotonic()
+    group: shmbus.Group
+    future: concurrent.futures.Future[Any]
+    attempts: int
+    began_s: float
 
 
 class GroupCalls:
@@ -126,7 +122,7 @@ class GroupCalls:
             if self._loop is None
             else self._loop.begin(functools.partial(self._call, group))
         )
-        self._under_way[id(group)] = _Call(group, future, attempts)
+        self._under_way[id(group)] = _Call(group, future, attempts, time.monotonic())
 
     async def _call(self, group: shmbus.Group) -> Any:
         return await self._function(group)
@@ -347,29 +343,14 @@ class GroupScoring:
         for trajectory, score in zip(group.trajectories, scores.tolist(), strict=True):
             if not trajectory.scored:
                 trajectory.score = score
-        if self._drop_equal and trained and self._drop is not None and _are_equal(group.scores):
-            self._drop([group])
+        if self._drop_equal and trained and self._drop is not None:
+            every = group.scores
+            if are_equal(np.min(every), np.max(every)):
+                self._drop([group])
 
     def close(self) -> None:
         """End running calls; callers waiting for scores get BusClosedError."""
         self._calls.close()
-
-
-def group_scoring(
-    score_group: ScoreGroup | None,
-    drop: Drop | None,
-    *,
-    drop_equal: bool,
-    call_timeout_s: float | None,
-) -> GroupScoring | None:
-    """Return the scoring by a callable, or None for None; TypeError for a non-callable."""
-    if score_group is None:
-        return None
-    return GroupScoring(score_group, drop, drop_equal=drop_equal, call_timeout_s=call_timeout_s)
-
-
-def _are_equal(scores: Any) -> bool:
-    return bool(are_equal(np.min(scores), np.max(scores)))
 
 
 def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:

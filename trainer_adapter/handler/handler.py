@@ -27,6 +27,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
 from shmbus.base.arguments import check_timeout
+from shmbus.base.closing import ClosedByWith
 from shmbus.batch.gather import FieldNames, MixedLogprobsError
 from shmbus.handles.open_requests import RestoredRequests
 from shmbus.inspect.stall_report import wait_sentence
@@ -55,8 +56,8 @@ from trainer_adapter.handler.evaluation import MOST_AT_ONCE, Evaluation
 from trainer_adapter.handler.group_calls import (
     AnnotateGroup,
     GroupAnnotation,
+    GroupScoring,
     ScoreGroup,
-    group_scoring,
 )
 from trainer_adapter.handler.metrics import HandlerMetrics, OnMetrics, checked_on_metrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
@@ -67,8 +68,7 @@ from trainer_adapter.handler.take import (
     QUIET_NOTE_S,
     Take,
     WorkedOn,
-    take_groups,
-    take_shard,
+    take_from,
     take_until_due,
 )
 from trainer_adapter.scored_group import ScoredGroup
@@ -85,7 +85,7 @@ logger = logging.getLogger(__name__)
 SENTENCE_S: Final = 0.2
 
 
-class OnlineDataHandler(IterableDataset[Batch]):
+class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
     """Takes complete groups from a bus and yields them as batches of tensors.
 
     A torch `IterableDataset`, for a DataLoader with ``batch_size=None`` and no workers.
@@ -272,8 +272,11 @@ class OnlineDataHandler(IterableDataset[Batch]):
                 "drop": drop if world_size == 1 else None,
                 "call_timeout_s": check_timeout(call_timeout, "call_timeout"),
             }
-            self._scoring = group_scoring(
-                score_group, drop_equal=bool(consumer_options.get("skip_zero_variance")), **limits
+            drop_equal = bool(consumer_options.get("skip_zero_variance"))
+            self._scoring = (
+                None
+                if score_group is None
+                else GroupScoring(score_group, drop_equal=drop_equal, **limits)
             )
             self._annotation = (
                 None
@@ -322,10 +325,8 @@ class OnlineDataHandler(IterableDataset[Batch]):
             raise
 
     def _taking(self) -> Take:
-        take = take_groups(self._consumer)
-        if self._world_size > 1:
-            step = {**self._planner.step_options(), "field": self._fields.tokens}
-            take = take_shard(self._consumer, step)
+        step = {**self._planner.step_options(), "field": self._fields.tokens}
+        take = take_from(self._consumer, step if self._world_size > 1 else None)
         works = [work for work in (self._scoring, self._annotation) if work is not None]
         return WorkedOn(take, works, whole=self._world_size > 1) if works else take
 
@@ -1006,9 +1007,3 @@ class OnlineDataHandler(IterableDataset[Batch]):
         out = len(self._planner.out)
         more = " closed" if self._closed else f" {out} out" if out else ""
         return f"<OnlineDataHandler {self._consumer.name!r} step {self.step}{more}>"
-
-    def __enter__(self) -> OnlineDataHandler:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.close()

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
+from shmbus.base.ledger import REASONS
 from shmbus.batch.scores import are_equal
 from trainer_adapter.batches.batch import Batch, BatchFacts
 from trainer_adapter.batches.sample_flags import count_truncated
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
-from trainer_adapter.handler.progress import REASONS_IN_WORDS
 
 __all__ = [
     "KINDS",
@@ -224,7 +224,8 @@ class BatchMeter:
     def _of_bus(self, ledger: shmbus.Ledger) -> Metrics:
         drops = {
             reason: float(ledger.dropped.get(reason, 0) - self._dropped.get(reason, 0))
-            for reason in REASONS_IN_WORDS
+            for reason in REASONS[1:]
+            if reason != "relayed"  # no loss: the sample goes on, on another bus
         }
         return {
             "drops/total": sum(drops.values()),

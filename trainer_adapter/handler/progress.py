@@ -14,10 +14,11 @@ from typing import Final, NamedTuple, TextIO
 
 import shmbus
 from shmbus.base.format import several
+from shmbus.stash.drops import REMEDIES
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = ["REASONS_IN_WORDS", "DropNotes", "Progress", "describe_wait"]
+__all__ = ["DropNotes", "Progress", "describe_wait"]
 
 #: Seconds between two lines on a terminal. Each reads the ledger, a system call a producer.
 TERMINAL_PERIOD_S: Final = 1.0
@@ -134,31 +135,6 @@ def describe_wait(
     return "; ".join(part for part in parts if part)
 
 
-#: Reasons of drops and their remedies, by the ledger's reasons.
-REASONS_IN_WORDS: Final[dict[str, str]] = {
-    "duplicate": (
-        "their index was there already; a prompt that is sampled again needs its own round=, from "
-        "producer.next_round()"
-    ),
-    "size_mismatch": (
-        "their group_size differs from their group's; a prompt that is sampled again needs its own "
-        "round=, from producer.next_round()"
-    ),
-    "surplus": (
-        "their group was complete; a prompt that is sampled again needs its own round=, from "
-        "producer.next_round()"
-    ),
-    "timeout": "their groups stayed incomplete for group_timeout",
-    "stale": "older than max_policy_lag allows; do workers pass policy_version=?",
-    "zero_variance": "all scores of their group are the same, under skip_zero_variance",
-    "overflow": "their incomplete groups held more than max_stash_bytes",
-    "malformed": "their fields do not fit together; the log names each group",
-    "corrupt": "their records are damaged; see `shmbus doctor`",
-    "filtered": "keep_group or score_group refused their group",
-    "failed": "a sample of their group failed for good; see `shmbus status`",
-}
-
-
 class DropNotes:
     """Reports each drop once."""
 
@@ -189,4 +165,4 @@ class DropNotes:
                 f"the trainer is at version {ledger.policy_version}, they are below "
                 f"{ledger.policy_version - self._max_policy_lag}; do workers pass policy_version=?"
             )
-        return REASONS_IN_WORDS.get(reason, "see `shmbus status`")
+        return REMEDIES.get(reason, "see `shmbus status`")

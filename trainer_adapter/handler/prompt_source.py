@@ -57,12 +57,7 @@ class PromptSource:
         return self._at[0]
 
     def place_of(self, round_: int) -> int:
-        """Return the number of prompts to pass before the prompt of a round; negative after it.
-
-        Parameters
-        ----------
-        round_ : int
-        """
+        """Return the number of prompts to pass before the prompt of a round; negative after it."""
         return round_ - self._first_round - self.position
 
     # -- drawing --------------------------------------------------------------------------------

@@ -232,11 +232,8 @@ class PromptOffers:
         return self._consumer.count_open_requests(self._split, without=without)
 
     def _keys_in_batches(self) -> Counter[_Key]:
-        planner = self._planner
-        made = [one for one in planner.ready if isinstance(one, MadeBatch)]
-        return _keys_of(
-            one.group for each in (*made, *planner.out.values()) for one in each.planned
-        )
+        made = [one for one in self._planner.ready if isinstance(one, MadeBatch)]
+        return self._keys_out() + _keys_of(one.group for each in made for one in each.planned)
 
     def _keys_out(self) -> Counter[_Key]:
         """Return the groups of batches yielded and not yet acknowledged."""

@@ -20,8 +20,7 @@ __all__ = [
     "Take",
     "Work",
     "WorkedOn",
-    "take_groups",
-    "take_shard",
+    "take_from",
     "take_until_due",
 ]
 
@@ -56,20 +55,13 @@ class Work(Protocol):
         """Return True if a group needs no more work."""
 
 
-def take_groups(consumer: shmbus.Consumer) -> Take:
-    """Return a `Take` of any complete groups."""
+def take_from(consumer: shmbus.Consumer, step: dict[str, Any] | None) -> Take:
+    """Return a `Take` of any complete groups, or of this rank's shard of its next step."""
 
     def take(seconds: float, awaited: bool) -> list[shmbus.Group]:
-        return consumer.take(TAKE_GROUPS, seconds)
-
-    return take
-
-
-def take_shard(consumer: shmbus.Consumer, options: dict[str, Any]) -> Take:
-    """Return a `Take` of this rank's shard of its next step."""
-
-    def take(seconds: float, awaited: bool) -> list[shmbus.Group]:
-        return consumer.take_shard(**options, timeout=seconds, only_full=not awaited)
+        if step is None:
+            return consumer.take(TAKE_GROUPS, seconds)
+        return consumer.take_shard(**step, timeout=seconds, only_full=not awaited)
 
     return take
 

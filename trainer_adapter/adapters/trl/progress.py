@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Literal
+
+import msgspec
 
 #: Producer id, sequence and row: unique on a bus for ever.
 Identity = tuple[int, int, int]
@@ -25,17 +27,14 @@ Identity = tuple[int, int, int]
 RowState = Literal["handed", "packed", "trained", "dropped", "known"]
 
 
-class OpenGroup:
+class OpenGroup(msgspec.Struct, eq=False):
     """A leased group with rows at the trainer."""
 
-    __slots__ = ("lease", "open_rows", "rows")
-
-    def __init__(self, lease: object) -> None:
-        #: The group, acknowledged in the end.
-        self.lease: Final = lease
-        self.rows: list[Row] = []
-        #: Rows neither trained nor dropped nor known.
-        self.open_rows = 0
+    #: The group, acknowledged in the end.
+    lease: object
+    rows: list[Row] = []
+    #: Rows neither trained nor dropped nor known.
+    open_rows: int = 0
 
     def add(self, identity: Identity, index: int, *, known: bool) -> Row:
         """Add a row."""
@@ -50,16 +49,13 @@ class OpenGroup:
         return any(row.state in ("trained", "known") for row in self.rows)
 
 
-class Row:
+class Row(msgspec.Struct, eq=False):
     """One token row of a sample on its way through the trainer."""
 
-    __slots__ = ("group", "identity", "index", "state")
-
-    def __init__(self, group: OpenGroup, identity: Identity, index: int, state: RowState) -> None:
-        self.group: Final = group
-        self.identity: Final = identity
-        self.index: Final = index
-        self.state: RowState = state
+    group: OpenGroup
+    identity: Identity
+    index: int
+    state: RowState
 
 
 class RowMetrics(dict[str, float]):

@@ -28,7 +28,7 @@ from shmbus.base.arguments import check_flag, check_seconds
 from shmbus.base.format import several
 from trainer_adapter.adapters.ended_groups import EndedGroups, still_leased
 from trainer_adapter.adapters.request_meta import columns_for
-from trainer_adapter.adapters.split_consumer import SplitConsumer, check_options
+from trainer_adapter.adapters.split_consumer import SplitConsumer
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
 from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
 from trainer_adapter.adapters.trl.stack import needed, versions
@@ -36,15 +36,6 @@ from trainer_adapter.adapters.trl.stack import needed, versions
 _SAMPLING: Final = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length",
 )  # fmt: skip
-
-
-def check_equal(prompts: list[Any], slot: int, size: int) -> None:
-    """Refuse slots with different prompts."""
-    if any(each != prompts[slot] for each in prompts[slot : slot + size]):
-        raise ValueError(
-            f"rollouts: expected {size} equal prompts from slot {slot} on, got different "
-            "prompts; do not change num_generations after TRL's constructor"
-        )
 
 
 def offer(
@@ -75,22 +66,16 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
     return columns_for("TRL's generation_kwargs", known)
 
 
-def one_row_each(group: shmbus.Group, rows: list[list[RowArrays]]) -> list[RowArrays]:
-    """Return the row of each sample; GRPOTrainer takes one completion per slot."""
-    for t, of_sample in zip(group, rows, strict=True):
+def check_for_grpo(group: shmbus.Group, rows: list[list[RowArrays]], zeroed: list[bool]) -> None:
+    """Refuse samples that GRPOTrainer would train on incorrectly."""
+    for t, of_sample, zero in zip(group, rows, zeroed, strict=True):
+        where = f"group {t.instance_id!r}, sample {t.index}"
         if len(of_sample) != 1:
             raise ValueError(
-                f"group {t.instance_id!r}, sample {t.index}: expected one row, got "
-                f"{len(of_sample)}: GRPOTrainer has one completion a slot; put one row, or train "
-                "with AsyncGRPOTrainer, which takes forks as rows"
+                f"{where}: expected one row, got {len(of_sample)}: GRPOTrainer has one completion "
+                "a slot; put one row, or train with AsyncGRPOTrainer, which takes forks as rows"
             )
-    return [row for (row,) in rows]
-
-
-def check_for_grpo(group: shmbus.Group, rows: list[RowArrays], zeroed: list[bool]) -> None:
-    """Refuse samples that GRPOTrainer would train on incorrectly."""
-    for t, row, zero in zip(group, rows, zeroed, strict=True):
-        where = f"group {t.instance_id!r}, sample {t.index}"
+        (row,) = of_sample
         if not row.completion_mask.any():
             raise ValueError(
                 f"{where}, field 'loss_mask': expected a sampled token, got none; GRPOTrainer "
@@ -187,14 +172,12 @@ class ShmbusRollouts:
         tokenize: bool = True,
         **consumer_options: Any,
     ) -> None:
-        check_options(bus, consumer_options)
+        self._consumers: Final = SplitConsumer(bus, **{"label": "TRL", **consumer_options})
         check_seconds("timeout", timeout)
         check_flag("tokenize", tokenize)
         self.bus: Final = bus
         self._timeout_s = timeout
         self._tokenize = tokenize
-        self._options = consumer_options
-        self._consumers: SplitConsumer | None = None
         # Rounds of one process rise, and the next process starts higher: a prompt's rounds never
         # mix, even after a crash.
         self._rounds = itertools.count(time.time_ns())
@@ -296,9 +279,7 @@ class ShmbusRollouts:
 
     def close(self) -> None:
         """Leave the bus."""
-        consumers, self._consumers = self._consumers, None
-        if consumers is not None:
-            consumers.close()
+        self._consumers.close()
 
     # -- messages to the workers ----------------------------------------------------------------
 
@@ -333,13 +314,8 @@ class ShmbusRollouts:
 
     # -- the main process's part ----------------------------------------------------------------
 
-    def _attached(self) -> SplitConsumer:
-        if self._consumers is None:
-            self._consumers = SplitConsumer(self.bus, **{"label": "TRL", **self._options})
-        return self._consumers
-
     def _next_version(self) -> None:
-        consumer = self._attached().consumer
+        consumer = self._consumers.consumer
         version = consumer.policy_version + 1
         if self._publish is not None:
             self._publish(version)
@@ -356,17 +332,21 @@ class ShmbusRollouts:
             )
         expected = Expected(size, int(trainer.max_completion_length), None)
         deadline = time.monotonic() + self._timeout_s
-        ended = EndedGroups(self._attached().consumer)
+        ended = EndedGroups(self._consumers.consumer)
         tokenizing = trainer if self._tokenize else None
         wanted: dict[tuple[str, int], int] = {}
         found: dict[int, list[tuple[RowArrays, float | None]]] = {}
         own = {"split": split, "sampling": sampling_of(trainer)}
         for slot in range(0, len(prompts), size):
-            check_equal(prompts, slot, size)
+            if any(each != prompts[slot] for each in prompts[slot : slot + size]):
+                raise ValueError(
+                    f"rollouts: expected {size} equal prompts from slot {slot} on, got different "
+                    "prompts; do not change num_generations after TRL's constructor"
+                )
             key = key_of(prompts[slot]), next(self._rounds)
             meta = {**slots[slot][1], **own}
             # Taking groups meanwhile empties a full lane.
-            while not offer(self._attached().consumer, key, prompts[slot], size, meta, tokenizing):
+            while not offer(self._consumers.consumer, key, prompts[slot], size, meta, tokenizing):
                 self._receive(split, wanted, found, expected, 0.1, deadline)
             wanted[key] = slot
         while wanted:
@@ -389,14 +369,9 @@ class ShmbusRollouts:
     ) -> bool:
         """Take available groups; return False for no groups."""
         if time.monotonic() > deadline:
-            requests = self._attached().consumer.stats().requests
-            raise TimeoutError(
-                f"bus {self.bus!r}: {several(len(wanted), 'group')} did not come in "
-                f"{self._timeout_s:g} s, the first is {next(iter(wanted), None)!r}; requests: "
-                f"{requests.open} open, {requests.claimed} with workers; "
-                f"`shmbus status {self.bus}` shows the workers"
-            )
-        consumer, groups = self._attached().take(split, _TAKE_GROUPS, timeout_s)
+            missing = f"{several(len(wanted), 'group')}, the first {next(iter(wanted), None)!r},"
+            raise self._consumers.late(missing, self._timeout_s)
+        consumer, groups = self._consumers.take(split, _TAKE_GROUPS, timeout_s)
         try:
             for group in groups:
                 round = group.round
@@ -420,8 +395,8 @@ def _completions_of(
 ) -> list[tuple[RowArrays, float | None]]:
     """Return the row and the score of each sample; ValueError for samples unfit for the trainer."""
     check_size(group, expected)
-    rows = one_row_each(group, read_rows(group, expected))
+    rows = read_rows(group, expected)
     rewards, zeroed = rewards_of(group)
     check_for_grpo(group, rows, zeroed)
     scores = [None if score != score else score for score in rewards.tolist()]
-    return list(zip(rows, scores, strict=True))
+    return list(zip((row for (row,) in rows), scores, strict=True))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import shmbus
 from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure
 from shmbus.data.sample_rows import SHARED_PREFIX, row_fields, row_lengths
-from trainer_adapter.adapters.prompt_response import not_of_its_kind, shared_name
+from trainer_adapter.adapters.prompt_response import bad_field, checked_field, shared_name
 from trainer_adapter.adapters.trl.samples import Expected
 
 _NAMES: Final = FieldNames()
@@ -87,12 +87,12 @@ def _packed_rows(group: shmbus.Group) -> tuple[PackedBatch | None, list[list[int
 def read_sample(t: shmbus.Trajectory, expected: Expected) -> list[RowArrays]:
     """Copy a sample out of the ring, row by row, with every check."""
     if (name := shared_name(t)) is not None:
-        raise _bad(
+        raise bad_field(
             t, name, "what samples have of their own", "an array of the whole group",
             "TRL has no place for it: leave shared= out",
         )  # fmt: skip
     if "advantages" in t:
-        raise _bad(
+        raise bad_field(
             t, "advantages", "no such field", "one",
             "TRL has one advantage a sample: leave it out, or name a kind of advantages",
         )  # fmt: skip
@@ -100,19 +100,12 @@ def read_sample(t: shmbus.Trajectory, expected: Expected) -> list[RowArrays]:
 
 
 def _read_row(t: shmbus.Trajectory, row: Mapping[str, Any], expected: Expected) -> RowArrays:
-    fields: dict[str, Any] = {name: row.get(name) for name in _FILL}
-    for name, array in fields.items():
-        if array is None:
-            raise _bad(t, name, "this field", "none", _FILL[name])
-        if array.ndim != 1 or array.shape != fields["tokens"].shape or not array.size:
-            raise _bad(t, name, "[n], one value a token", f"shape {array.shape}", _FILL[name])
-        if (wrong := not_of_its_kind(name, array)) is not None:
-            raise _bad(t, name, *wrong, _FILL[name])
+    fields = {name: checked_field(t, row, name, step) for name, step in _FILL.items()}
     ids = np.array(fields["tokens"], np.int64)
     mask = (fields["loss_mask"] != 0).astype(np.int64)
     logprobs = np.where(mask, fields["logprobs"], 0).astype(np.float32)
     if not np.isfinite(logprobs).all():
-        raise _bad(t, "logprobs", "finite numbers", "others", _FILL["logprobs"])
+        raise bad_field(t, "logprobs", "finite numbers", "others", _FILL["logprobs"])
     found = RowArrays(ids, mask, logprobs)
     _check_limits(t, found, expected)
     return found
@@ -121,7 +114,7 @@ def _read_row(t: shmbus.Trajectory, row: Mapping[str, Any], expected: Expected) 
 def _check_limits(t: shmbus.Trajectory, row: RowArrays, expected: Expected) -> None:
     length = len(row.input_ids)
     if expected.row_tokens is not None and length > expected.row_tokens:
-        raise _bad(
+        raise bad_field(
             t, "tokens", f"at most {expected.row_tokens}, the trainer's token_budget", str(length),
             "raise token_budget, or make shorter samples",
         )  # fmt: skip
@@ -129,17 +122,10 @@ def _check_limits(t: shmbus.Trajectory, row: RowArrays, expected: Expected) -> N
     if limit is not None and length > limit and np.count_nonzero(row.completion_mask) > limit:
         longest = _longest_run(row.completion_mask)
         if longest > limit:
-            raise _bad(
+            raise bad_field(
                 t, "tokens", f"at most {limit} sampled in a turn, max_completion_length",
                 str(longest), "raise max_completion_length, or lower the workers' limit",
             )  # fmt: skip
-
-
-def _bad(t: shmbus.Trajectory, field: str, expected: str, got: str, step: str) -> ValueError:
-    return ValueError(
-        f"group {t.instance_id!r}, sample {t.index}, field {field!r}: expected {expected}, got "
-        f"{got}; {step}"
-    )
 
 
 def _longest_run(mask: NDArray[np.int64]) -> int:

@@ -47,10 +47,8 @@ class Expected(NamedTuple):
         """Return self after checking every given number for 1 or more."""
         names = ("num_generations", "max_completion_length", "token_budget")
         for name, value in zip(names, self, strict=True):
-            if value is not None and check_int(name, value) < 1:
-                raise ValueError(
-                    f"{name}: expected 1 or more, got {value}; leave it out for the trainer's own"
-                )
+            if value is not None:
+                check_int(name, value, 1)
         return self
 
     def or_of(self, arguments: TrainerArguments) -> Expected:

@@ -326,7 +326,8 @@ class ShmbusRolloutWorker:
         self._held.finish_all(micro_batches)
         if self._acknowledge == "version":
             self._held.acknowledge(self._attached(), self._held.take_ended())
-        self._log_ledger()
+        found, self._logged = ledger_metrics(self._attached().stats(), self._logged)
+        self.metrics_queue.put(found)
 
     def _save_state(self) -> dict[str, Any] | None:
         """Return the state for the current checkpoint."""
@@ -336,7 +337,3 @@ class ShmbusRolloutWorker:
 
     def _saved(self) -> None:
         self._held.acknowledge(self._attached(), self._held.take_saved())
-
-    def _log_ledger(self) -> None:
-        found, self._logged = ledger_metrics(self._attached().stats(), self._logged)
-        self.metrics_queue.put(found)
