@@ -18,34 +18,25 @@ import asyncio
 import json
 import multiprocessing
 import os
-import random
-import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-import openai
 import torch
 
 import shmbus
 from bench import machine
-from shmbus.engines import EngineFleet, ManagedServer, VllmServer
+from shmbus.engines import EngineFleet, VllmServer
 from shmbus.weights import ModuleSource, WeightPublisher
 from trainer_adapter import OnlineDataHandler, logprob_mismatch
-from trainer_adapter.attention import register_with_transformers, transformers_inputs
+from trainer_adapter.attention import register_with_transformers
 from trainer_adapter.corrections import importance_correction
-from trainer_adapter.logprobs import token_logprobs
+from trainer_adapter.demo import chat_task
 from trainer_adapter.losses import policy_loss
 
-SCHEMA: Final = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
-GROUP_SIZE: Final = 8
 GROUPS_PER_BATCH: Final = 32
-IN_FLIGHT: Final = 256
-ANSWER_TOKENS: Final = 16
 HELD_OUT: Final = 128
 #: Steps between two evaluations, and between two measurements of the precision gap.
 EVALUATE_STEPS: Final = 20
@@ -70,77 +61,6 @@ ARMS: Final = {
     "stochastic-bf16-forward": Arm(rounding="stochastic", forward="bfloat16"),
     "float16": Arm(engine="float16"),
 }
-
-
-def questions(seed: int) -> Iterator[tuple[str, int]]:
-    """Draw questions and right answers."""
-    rng = random.Random(seed)
-    while True:
-        a, b = rng.sample(range(10, 1000), 2)
-        yield f"Which number is larger, {a} or {b}? Reply with the number only.", max(a, b)
-
-
-def score(text: str, right: int) -> float:
-    """Return 1 for the number alone, 0.5 if the first number of the reply is right, else 0."""
-    if text.strip() == str(right):
-        return 1.0
-    numbers = re.findall(r"\d+", text)
-    return 0.5 if numbers and numbers[0] == str(right) else 0.0
-
-
-def prompts(tokenizer: Any, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield prompts as token ids."""
-    for text, right in questions(seed):
-        ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        yield {"prompt": np.array(ids, np.int32), "meta": {"right": right}}
-
-
-async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI, tokenizer: Any) -> None:
-    """Answer requests one after the other."""
-    while (request := await producer.requests.anext()) is not None:
-        prompt, version = request["prompt"].tolist(), producer.policy_version
-        try:
-            completion = await client.completions.create(
-                model="policy", prompt=prompt, logprobs=0, max_tokens=ANSWER_TOKENS,
-                temperature=0.0 if request.split == "eval" else 1.0,
-                extra_body={"return_token_ids": True, "cache_salt": request.cache_salt},
-            )  # fmt: skip
-        except (openai.APIConnectionError, openai.InternalServerError):
-            producer.requests.release(request)
-            continue
-        choice: Any = completion.choices[0]
-        text = tokenizer.decode(choice.token_ids, skip_special_tokens=True)
-        await asyncio.to_thread(
-            producer.requests.answer, request,
-            score=score(text, request.meta["right"]), policy_version=version,
-            tokens=prompt + choice.token_ids,
-            logprobs=[0.0] * len(prompt) + choice.logprobs.token_logprobs,
-            loss_mask=[0] * len(prompt) + [1] * len(choice.token_ids),
-        )  # fmt: skip
-
-
-def be_workers(bus: str, url: str, folder: str) -> None:
-    """Keep `IN_FLIGHT` requests at the engine; the trainer ends this process."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    async def run() -> None:
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        async with client, await shmbus.Producer.awaited(bus) as producer:
-            await asyncio.gather(*(work(producer, client, tokenizer) for _ in range(IN_FLIGHT)))
-
-    asyncio.run(run())
-
-
-def logprobs_of(model: Any, batch: Any, dtype: str) -> torch.Tensor:
-    """Return each token's logprob, [T], by a forward pass at a dtype."""
-    low = dtype != "float32"
-    with torch.autocast(batch.tokens.device.type, getattr(torch, dtype), enabled=low):
-        logits = model(**transformers_inputs(batch)).logits[0]
-    return token_logprobs(logits.float(), batch)
 
 
 class Trial:
@@ -170,7 +90,7 @@ class Trial:
         spawn = multiprocessing.get_context("spawn")
         arguments = (bus, self.url, str(self.options.model))
         with (
-            shmbus.Bus.create(bus, "256MiB", schema=SCHEMA),
+            shmbus.Bus.create(bus, "256MiB", schema=chat_task.SCHEMA),
             OnlineDataHandler(
                 bus, groups_per_batch=GROUPS_PER_BATCH, device=self.options.device, prefetch=1,
                 sample_retries=5, max_policy_lag=4,
@@ -179,7 +99,7 @@ class Trial:
         ):  # fmt: skip
             fleet = EngineFleet([VllmServer(self.url)], bus=bus, mode="keep")
             fleet.update_sync(publisher, 0)
-            workers = spawn.Process(target=be_workers, args=arguments, daemon=True)
+            workers = spawn.Process(target=chat_task.be_workers, args=arguments, daemon=True)
             workers.start()
             try:
                 self._train(handler, fleet, publisher)
@@ -192,7 +112,9 @@ class Trial:
     def _train(
         self, handler: OnlineDataHandler, fleet: EngineFleet, publisher: WeightPublisher
     ) -> None:
-        handler.offer(prompts(self.tokenizer, self.seed), ahead=2, group_size=GROUP_SIZE)
+        handler.offer(
+            chat_task.prompts(self.tokenizer, self.seed), ahead=2, group_size=chat_task.GROUP_SIZE
+        )
         self._evaluate(handler, 0)
         self.began_s = began = time.monotonic()
         for step in range(1, self.options.steps + 1):
@@ -218,11 +140,11 @@ class Trial:
                 print(self._line(), flush=True)
 
     def _step(self, batch: Any, *, probe: bool) -> dict[str, float]:
-        logprobs = logprobs_of(self.model, batch, self.arm.forward)
+        logprobs = chat_task.logprobs_of(self.model, batch, self.arm.forward)
         low = None
         if probe:
             with torch.no_grad():
-                low = logprobs_of(self.model, batch, self.arm.engine)
+                low = chat_task.logprobs_of(self.model, batch, self.arm.engine)
         figures = logprob_mismatch(logprobs.detach(), batch, at_engine_dtype=low)
         old, weights = batch.logprobs, None
         if self.arm.correction != "none":  # the ratio is against the trainer's own logprobs
@@ -237,7 +159,7 @@ class Trial:
         return {"clip_fraction": float(loss.clip_fraction), **figures.metrics("")}
 
     def _evaluate(self, handler: OnlineDataHandler, step: int) -> None:
-        held_out = prompts(self.tokenizer, 1_000_003)
+        held_out = chat_task.prompts(self.tokenizer, chat_task.HELD_OUT_SEED)
         for number in range(HELD_OUT):
             handler.request(
                 f"eval-{step}-{number}", group_size=1, split="eval", priority=7, **next(held_out)
@@ -278,21 +200,6 @@ class Trial:
         }  # fmt: skip
 
 
-def server_of(options: argparse.Namespace, dtype: str) -> ManagedServer:
-    """Describe the vLLM server of an engine dtype."""
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "{checkpoint}",
-        "--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(options.port),
-        "--dtype", dtype, "--weight-transfer-config", '{"backend": "shmbus"}',
-        *options.server.split(),
-    ]  # fmt: skip
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}
-    return ManagedServer(
-        command, url=f"http://127.0.0.1:{options.port}", checkpoint=options.model,
-        environment=environment,
-    )  # fmt: skip
-
-
 def main() -> int:
     """Run the arms, and write the figures after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -306,14 +213,14 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8200)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--server", default="--enforce-eager --max-model-len 256 --gpu-memory-utilization 0.3",
+        "--server", default="--enforce-eager --gpu-memory-utilization 0.3",
         help="arguments added to the server's command",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, help="a JSON file of the figures")
     options = parser.parse_args()
     found: dict[str, Any] = {"machine": machine.describe(), "trials": []}
     for dtype in dict.fromkeys(ARMS[name].engine for name in options.arms):
-        server = server_of(options, dtype)
+        server = chat_task.server_of(options.model, options.port, dtype, options.server.split())
         asyncio.run(server.start())
         try:
             for name in (name for name in options.arms if ARMS[name].engine == dtype):
