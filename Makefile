@@ -415,11 +415,11 @@ $(EXPLORERS:%=explore-%): explore-%:
 
 .PHONY: $(foreach seeds,EXPLORE_SEEDS POOL_SEEDS CHANNEL_SEEDS,$($(seeds):%=found-%))
 $(EXPLORE_SEEDS:%=found-%): found-%:
-	@CC='$(CC)' sh tests/model/seed.sh $*
+	@CC='$(CC)' sh tests/model/seed.sh ring $*
 $(POOL_SEEDS:%=found-%): found-%:
-	@CC='$(CC)' sh tests/model/companion/seed.sh pool $*
+	@CC='$(CC)' sh tests/model/seed.sh pool $*
 $(CHANNEL_SEEDS:%=found-%): found-%:
-	@CC='$(CC)' sh tests/model/companion/seed.sh channel $*
+	@CC='$(CC)' sh tests/model/seed.sh channel $*
 
 $(eval $(call c_builds,valgrind,$$(CC) $$(C_STRICT) -O1 -g))
 $(eval $(call c_builds,aarch64,aarch64-linux-gnu-gcc $$(C_STRICT) -O2 -static))

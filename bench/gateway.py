@@ -345,12 +345,17 @@ def measure(options: argparse.Namespace) -> list[Row]:
     ]  # fmt: skip
 
 
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of the options."""
+    made = program.parser_of("gateway", __doc__)
+    made.add_argument("--clients", type=program.at_least_one, metavar="N", help="measure memory")
+    made.add_argument("--megabytes", type=float, default=10.0, help="of JSON of a client (10)")
+    return made
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = program.parser_of("gateway", __doc__)
-    parser.add_argument("--clients", type=program.at_least_one, metavar="N", help="measure memory")
-    parser.add_argument("--megabytes", type=float, default=10.0, help="of JSON of a client (10)")
-    return program.run("gateway", parser, measure, argv)
+    return program.run("gateway", parser(), measure, argv)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 *Gather*: records that lie in the ring become packed batches on the device, beside the pinned
 host-to-device rate of the same run; what crosses counts, 9 bytes a token for the gather and 25 for
-the other transports. *Attention*: `varlen_attention` by SDPA beside the native kernel, forward and
-backward, and its peak memory. Rates are of wall-clock time over many batches, two under way at a
-time; the backends of attention take turns.
+the other transports. Rates are of wall-clock time over many batches, two under way at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +19,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 import shmbus
 from bench import program
 from bench.processes import MeasurementError
 from bench.row import Row, skipped
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE
-from trainer_adapter.attention import attention_backend, varlen_attention
 from trainer_adapter.batches.pack import pack
 from trainer_adapter.gpu.packer import GpuPacker, Pending
 
@@ -45,16 +41,14 @@ WARM_UP: Final = 3
 REPETITIONS: Final = 20
 #: Bytes of one pinned copy: far beyond all that a launch costs.
 PINNED_BYTES: Final = 256 << 20
-#: Heads and their size in the attention rows.
-HEADS, HEAD_DIM = 16, 128
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure both parts."""
+    """Measure all transports."""
     if not torch.cuda.is_available():
         return [skipped("gpu", "the GPU path", "needs a CUDA device, torch sees none")]
     repetitions = options.repetitions or (3 if options.tiny else REPETITIONS)
-    return [*_transfer(options.capacity, repetitions), *_attention(repetitions)]
+    return _transfer(options.capacity, repetitions)
 
 
 def _transfer(capacity: str, repetitions: int) -> list[Row]:
@@ -166,99 +160,18 @@ def _device_seconds(work: Callable[[], object], turns: int) -> list[float]:
     return seconds[WARM_UP:]
 
 
-def _attention(repetitions: int) -> list[Row]:
-    mixes = {
-        "16": ("16 sequences of log-normal length", _log_normal(16, 27_120)),
-        "64": ("64 sequences of log-normal length", _log_normal(64, 114_580)),
-        "2048": (
-            "2,048 sequences of 16 to 128 tokens",
-            np.random.default_rng(3).integers(16, 129, 2048),
-        ),
-    }
-    rows = []
-    for name, (title, lengths) in mixes.items():
-        what = f"attention by SDPA, {title}"
-        operands = _operands(int(lengths.sum()))
-        steps = {backend: _step(lengths, operands, backend) for backend in ("sdpa", "native")}
-        refused = [step for step in steps.values() if isinstance(step, str)]
-        if refused:
-            rows.append(skipped(f"gpu-attention-{name}", what, refused[0]))
-            continue
-        runs = {backend: step for backend, step in steps.items() if not isinstance(step, str)}
-        peaks = {backend: _peak(step) for backend, step in runs.items()}
-        took: dict[str, list[float]] = {backend: [] for backend in runs}
-        for _ in range(repetitions):
-            for backend, step in runs.items():
-                took[backend] += _device_seconds(step, 1)
-        rows.append(
-            Row(
-                name=f"gpu-attention-{name}", title=what, unit="ms",
-                values=tuple(1e3 * each for each in took["sdpa"]), beside="the native kernel",
-                beside_values=tuple(1e3 * each for each in took["native"]),
-                note=f"{peaks['sdpa'] / peaks['native']:.2f} of its memory",
-            )
-        )  # fmt: skip
-    return rows
-
-
-def _log_normal(sequences: int, tokens: int) -> NDArray[np.int64]:
-    """Lengths whose logarithms are normal with a deviation of 0.8, and that sum to `tokens`."""
-    drawn = np.random.default_rng(2).lognormal(0, 0.8, sequences)
-    lengths: NDArray[np.int64] = np.maximum(1, drawn / drawn.sum() * tokens).astype(np.int64)
-    lengths[lengths.argmax()] += tokens - lengths.sum()
-    return lengths
-
-
-def _operands(tokens: int) -> list[torch.Tensor]:
-    """Make queries, keys, values, and the gradient of the output."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [
-        torch.randn(
-            tokens, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16, generator=generator
-        ).requires_grad_(needs)
-        for needs in (True, True, True, False)
-    ]
-
-
-def _step(
-    lengths: NDArray[np.int64], operands: list[torch.Tensor], backend: Any
-) -> Callable[[], None] | str:
-    """Return a step forward and backward, or what keeps the backend from it."""
-    longest = int(lengths.max())
-    borders = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])).int().cuda()
-    q, k, v, upstream = operands
-    try:
-        attention_backend(q, k, longest, longest, window_size=(-1, 0), backend=backend)
-    except ValueError as error:
-        return str(error)
-
-    def step() -> None:
-        out = varlen_attention(
-            q, k, v, borders, borders, longest, longest, window_size=(-1, 0), backend=backend
-        )
-        torch.autograd.grad(out, (q, k, v), upstream)
-
-    return step
-
-
-def _peak(step: Callable[[], None]) -> float:
-    """GiB that a step takes at most beside what lay there before, operands included once."""
-    for _ in range(WARM_UP):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**30
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of the options."""
+    made = program.parser_of("gpu", __doc__)
+    made.add_argument(
+        "--capacity", type=program.capacity, default="512MiB", help="of the ring (512MiB)"
+    )
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = program.parser_of("gpu", __doc__)
-    parser.add_argument(
-        "--capacity", type=program.capacity, default="512MiB", help="of the ring (512MiB)"
-    )
-    return program.run("gpu", parser, measure, argv)
+    return program.run("gpu", parser(), measure, argv)
 
 
 if __name__ == "__main__":

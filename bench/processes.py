@@ -87,11 +87,11 @@ class Role:
 class Started:
     """A process with a role of its own, which runs until it ends or is ended."""
 
-    def __init__(self, role: Role, barrier: Any = None) -> None:
+    def __init__(self, role: Role, barrier: Any = None, *, daemon: bool = True) -> None:
         self.name = role.function.__qualname__
         self.pipe, there = context().Pipe(duplex=False)
         self._process: BaseProcess = context().Process(
-            target=_child, args=(there, barrier, role), daemon=True
+            target=_child, args=(there, barrier, role), daemon=daemon
         )
         # A Ctrl-C reaches every process of the terminal; the parent ends its children by itself.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -100,6 +100,11 @@ class Started:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         there.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid or 0
 
     @property
     def running(self) -> bool:

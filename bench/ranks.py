@@ -139,21 +139,26 @@ def _train(
     return began, ended, cpu_s
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    parser = program.parser_of("ranks", __doc__)
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of the options."""
+    made = program.parser_of("ranks", __doc__)
+    made.add_argument(
         "--ranks", type=program.at_least_one, action="append", metavar="N",
         help="so many, beside one; may be repeated (1, 2, 4, 8)",
     )  # fmt: skip
-    parser.add_argument(
+    made.add_argument(
         "--producers", type=program.at_least_one, action="append", metavar="N",
         help="so many producers and one embedded reader; may be repeated",
     )  # fmt: skip
-    parser.add_argument(
+    made.add_argument(
         "--capacity", type=program.capacity, default=CAPACITY, help=f"of the bus ({CAPACITY})"
     )
-    return program.run("ranks", parser, measure, argv)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return program.run("ranks", parser(), measure, argv)
 
 
 if __name__ == "__main__":

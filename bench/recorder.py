@@ -258,18 +258,23 @@ def measure(options: argparse.Namespace) -> list[Row]:
         return asyncio.run(call_rows(engine, proxy, keys[:sessions], rounds, pid))
 
 
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of the options."""
+    made = program.parser_of("recorder", __doc__)
+    made.add_argument("--sessions", type=int, default=200, help="callers at once (default 200)")
+    made.add_argument("--rounds", type=int, default=10, help="calls of each, each way")
+    made.add_argument("--lengths", metavar="N,N", help="measure streams of so many tokens")
+    made.add_argument("--engine-port", type=int, help=argparse.SUPPRESS)
+    return made
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line, or the engine's process."""
-    parser = program.parser_of("recorder", __doc__)
-    parser.add_argument("--sessions", type=int, default=200, help="callers at once (default 200)")
-    parser.add_argument("--rounds", type=int, default=10, help="calls of each, each way")
-    parser.add_argument("--lengths", metavar="N,N", help="measure streams of so many tokens")
-    parser.add_argument("--engine-port", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    """Run the command line."""
+    options = parser().parse_args(argv)
     if options.engine_port is not None:
         serve(options.engine_port)
         return 0
-    return program.run("recorder", parser, measure, argv)
+    return program.run("recorder", parser(), measure, argv)
 
 
 if __name__ == "__main__":

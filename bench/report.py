@@ -84,7 +84,7 @@ def _of(result: dict[str, Any]) -> str:
     program = result["program"]
     # A kept result outlives the program: a checkout of that commit still has the program.
     folder = RESULTS.parent
-    places = (folder.parent / program, folder / f"{program}.py")
+    places = (folder.parent / program, folder / program, folder / f"{program}.py")
     gone = not any(place.exists() for place in places)
     ran = f"`{program}` of commit {facts['commit'][:8]}" if gone else f"`{command(program)}`"
     return f"{ran} on {on}, {facts['date_utc'][:10]}, {load}"

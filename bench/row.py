@@ -119,7 +119,7 @@ def cells(row: Row) -> list[str]:
     spread = f"{number(min(row.values))}-{number(max(row.values))} ({len(row.values)})"
     return [
         row.title,
-        f"{number(row.value)} {row.unit}" + (f"; {row.note}" if row.note else ""),
+        f"{number(row.value)} {row.unit}".rstrip() + (f"; {row.note}" if row.note else ""),
         spread if len(row.values) > 1 else "",
         beside,
         "" if row.ratio is None else number(row.ratio),

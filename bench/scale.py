@@ -433,15 +433,20 @@ def measure(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    parser = program.parser_of("scale", __doc__)
-    parser.add_argument("--quick", action="store_true", help="small sizes, in half a minute")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of the options."""
+    made = program.parser_of("scale", __doc__)
+    made.add_argument("--quick", action="store_true", help="small sizes, in half a minute")
+    made.add_argument(
         "--only", action="append", choices=list(SCALES), metavar="ROW", default=[],
         help=f"may be repeated: {', '.join(SCALES)}",
     )  # fmt: skip
-    return program.run("scale", parser, measure, argv)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    return program.run("scale", parser(), measure, argv)
 
 
 if __name__ == "__main__":

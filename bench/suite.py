@@ -1,5 +1,8 @@
 """The benchmark: the rows of shmbus itself, then every contender that is installed.
 
+``--only`` chooses rows by name or pattern, and programs of this folder (`PROGRAMS`) by name, whose
+rows join the table and the JSON.
+
 Progress goes to stderr, the table to stdout, the JSON to ``--output``. Exit status: 0 if what this
 machine can measure was measured, whether or not targets are met; 1 if something failed, or nothing
 could be measured; 2 for wrong usage. A row that cannot be measured here says why.
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
+import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +26,7 @@ from bench.contest.run import OURS, contest
 from bench.levels import LEVELS, Level
 from bench.processes import MeasurementError, use_template
 from bench.row import Row, skipped
-from bench.rows import columns, idle, latency, leases, requests, stash, throughput
+from bench.rows import idle, latency, leases, requests, stash, throughput
 from bench.sending import bus_bytes
 from bench.yardsticks import memcpy
 from shmbus import ShmbusError
@@ -50,11 +55,12 @@ ROWS: Final[dict[str, MeasureRow]] = {
     "wake": latency.wake,
     "daemon-wake": latency.daemon_wake,
     "requests": requests.requests,
-    "columns": columns.columns,
     "stash": stash.growth,
     "idle": idle.idle,
     "daemon-idle": idle.daemon_idle,
 }
+#: Programs with options of their own; ``python -m bench.NAME`` gives the options.
+PROGRAMS: Final = ("gateway", "goodput", "gpu", "ranks", "recorder", "scale", "weights")
 #: Rows of one process, which need one core and no bus.
 ALONE: Final = ("memcpy", "stash")
 
@@ -72,8 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="five minutes (default)")
     parser.add_argument("--full", action="store_true", help="what figures are kept of")
     parser.add_argument(
-        "--only", action="append", choices=list(ROWS), metavar="ROW", default=[],
-        help=f"rows of shmbus itself; may be repeated: {', '.join(ROWS)}",
+        "--only", action="extend", type=_named, metavar="NAME", default=[],
+        help=f"rows of shmbus by name or pattern, such as 'hop-*', or programs; may be repeated: "
+        f"{', '.join([*ROWS, *PROGRAMS])}",
     )  # fmt: skip
     parser.add_argument(
         "--contender", action="append", choices=names, metavar="NAME", default=[],
@@ -85,6 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _named(text: str) -> list[str]:
+    """Read the name of a row or a program, or a pattern of rows, as argparse's ``type``."""
+    if found := [name for name in ROWS if fnmatch.fnmatch(name, text)]:
+        return found
+    if text in PROGRAMS:
+        return [text]
+    known = ", ".join([*ROWS, *PROGRAMS])
+    raise argparse.ArgumentTypeError(f"expected one of {known}, or a pattern, got {text!r}")
+
+
 def measure(options: argparse.Namespace) -> list[Row]:
     """Measure the rows and the contenders that were asked for; all where none was named."""
     name = "tiny" if options.tiny else "full" if options.full else "quick"
@@ -94,7 +111,11 @@ def measure(options: argparse.Namespace) -> list[Row]:
     if options.repetitions:
         level = dataclasses.replace(level, repetitions=options.repetitions)
     everything = not (options.only or options.contender)
-    rows = list(_own(list(ROWS) if everything else options.only, level, options.capacity))
+    chosen = list(ROWS) if everything else options.only
+    rows = list(_own([name for name in chosen if name in ROWS], level, options.capacity))
+    for name in chosen:
+        if name in PROGRAMS:
+            rows += _program(name, options)
     names = list(contenders()) if everything else options.contender
     if names:
         why = machine.lacks(cores=2, shm_bytes=bus_bytes(CAPACITY))
@@ -111,7 +132,7 @@ def _own(names: Sequence[str], level: Level, capacity: str) -> Iterator[Row]:
         why = machine.lacks(
             cores=1 if alone or name.endswith("idle") else 2,
             shm_bytes=0 if alone else bus_bytes(capacity),
-            modules=["torch"] if "packed" in name or name == "columns" else [],
+            modules=["torch"] if "packed" in name else [],
         )
         if why:
             yield skipped(name, name, why)
@@ -122,6 +143,22 @@ def _own(names: Sequence[str], level: Level, capacity: str) -> Iterator[Row]:
         except (MeasurementError, ShmbusError, OSError) as error:
             # The others are worth something without it.
             yield skipped(name, name, f"it failed: {error}")
+
+
+def _program(name: str, options: argparse.Namespace) -> list[Row]:
+    """Measure a program with the default options."""
+    given = ["--tiny"] if options.tiny else []
+    if options.repetitions:
+        given += ["--repetitions", str(options.repetitions)]
+    _say(name)
+    try:
+        found = importlib.import_module(
+            "bench.goodput.run" if name == "goodput" else f"bench.{name}"
+        )
+        rows: list[Row] = found.measure(found.parser().parse_args(given))
+        return rows
+    except (ImportError, MeasurementError, ShmbusError, OSError) as error:
+        return [skipped(name, name, f"it failed: {error}")]
 
 
 _BEGAN: Final = time.monotonic()

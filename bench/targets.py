@@ -104,17 +104,13 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         # msgspec makes Python numbers of a body; a quarter took a parser of 900 lines.
         "gateway-post": _most_times(0.6),
         "gateway-post-gzip": _most_times(0.6),
+        "goodput-shmbus_embedded": _at_least(1.0),
+        "goodput-shmbus_daemon": _at_least(1.0),
+        "goodput-shmbus_relay": _at_least(1.0),
+        "goodput-soak": _at_least(1.0),
         "gpu-gather-64k": _times(0.3),
         "gpu-gather-256k": _times(0.7),
         "gpu-gather-1M": _times(0.9),
         "gpu-gather-large": _times(0.9),
-        "gpu-attention-16": _most_times(1.1),
-        "gpu-attention-64": _most_times(1.1),
-        "gpu-attention-2048": _most_times(1.2),
-        "loop-text-shmbus": _most_times(1.01),
-        "loop-experts-shmbus-wait": _most_times(0.5),
-        "loop-top64-shmbus-wait": _most_times(0.5),
-        "loop-image-shmbus-wait": _most_times(0.5),
-        "loop-soak": _at_least(0.99),
     }
 )

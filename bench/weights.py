@@ -305,12 +305,17 @@ def _others(setup: Setup) -> Iterator[tuple[str, Callable[[], object]]]:
         ray.shutdown()
 
 
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of the options."""
+    made = program.parser_of("weights", __doc__)
+    made.add_argument("--size", type=_size, default=2.0, help="GB of weights (2)")
+    made.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0")
+    return made
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = program.parser_of("weights", __doc__)
-    parser.add_argument("--size", type=_size, default=2.0, help="GB of weights (2)")
-    parser.add_argument("--device", default="cpu", help="cpu, or a CUDA device such as cuda:0")
-    return program.run("weights", parser, measure, argv)
+    return program.run("weights", parser(), measure, argv)
 
 
 def _size(text: str) -> float:

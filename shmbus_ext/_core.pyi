@@ -1,6 +1,6 @@
 """Types of the C core, called only by ``shmbus``; user-visible types are in ``_public*.pyi``."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import (
     Any,
     ClassVar,
@@ -62,6 +62,13 @@ REFUSED_LEASED: int
 ELEMENT_KINDS: tuple[str, ...]
 CHUNK_WORDS: int
 HAS_LOGPROBS: int
+CENTRED: int
+TO_OTHERS: int
+BY_DEVIATION: int
+BY_ALL_DEVIATION: int
+SCORE_RESOLUTION: float
+SAMPLE_MASKED: int
+SAMPLE_ZEROED: int
 EXTRA_TOKEN: int
 EXTRA_RAGGED: int
 EXTRA_SEQUENCE: int
@@ -86,8 +93,6 @@ FLAGS_KEPT: int
 
 _Names = tuple[str, str | None, str | None, str | None]
 _Extra = tuple[str, int, bool, np.dtype[Any] | None, tuple[int, ...]]
-_PackedBatch = tuple[Any, ...]  # the parts of shmbus.batch.gather.PackedBatch
-_PackedExtra = tuple[str, int, bool, np.dtype[Any] | None, tuple[int, ...], NDArray[np.uint8]]
 
 class CollectorNote(TypedDict):
     pid: int
@@ -238,6 +243,7 @@ class GroupTable(Generic[_S]):
     def full(self, key: Hashable, /) -> list[GroupEntry[_S]]: ...
 
 ROW_LENGTHS: str
+MAX_SCORE: float
 SHARED_PREFIX: str
 
 class ClosedByBlock:
@@ -437,74 +443,78 @@ def read_run(
     payload: bool,
     /,
 ) -> tuple[list[tuple[Any, ...]], int, bool]: ...
-def members(groups: list[GroupBase], /) -> tuple[list[Trajectory], NDArray[np.int64]]: ...
-def scores(trajectories: list[Trajectory], /) -> NDArray[np.float64]: ...
-def packed_bytes(total: int, sequences: int, /) -> int: ...
-def measure(
-    trajectories: list[Trajectory], names: _Names, /
-) -> tuple[list[int], int, int, list[tuple[str, ...]], bool]: ...
-def pack(
-    groups: Sequence[GroupBase],
-    names: _Names,
-    memory: NDArray[np.uint8] | list[NDArray[np.uint8]],
-    advantages: NDArray[np.float32],
-    extras: tuple[_PackedExtra, ...],
-    threads: GatherThreads | None,
-    /,
-) -> _PackedBatch | int | None: ...
 
 class GatherThreads:
-    """Threads that copy batches together with the caller of `pack`."""
+    """Threads that copy batches together with the caller of `PackPlan.gather`."""
 
     MOST: ClassVar[int]
     count: int
     def __new__(cls, count: int, /) -> Self: ...
     def close(self) -> None: ...
 
-def measure_extras(
-    trajectories: list[Trajectory], lengths: list[int], extras: tuple[_Extra, ...], /
-) -> list[tuple[np.dtype[Any] | None, tuple[int, ...], NDArray[np.int64]]]: ...
-def plan_extras(
-    trajectories: list[Trajectory],
-    lengths: list[int],
-    extras: tuple[_Extra, ...],
-    places: tuple[tuple[int, int], ...],
-    memory: NDArray[np.int64],
-    shift: int,
-    chunk_bytes: int,
+def relative_scores(
+    scores: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    kind: int,
+    by_n: bool,
+    eps: float,
     /,
-) -> tuple[int, list[tuple[int, int]]]: ...
-def plan_gather(
-    groups: tuple[GroupBase, ...],
-    names: _Names,
-    memory: NDArray[np.uint8],
-    shift: int,
-    chunk_tokens: int,
-    advantages: NDArray[np.float32],
-    flags: NDArray[np.uint8] | None,
-    words: tuple[bytes, ...],
-    /,
-) -> tuple[
-    int,
-    int,
-    int,
-    int,
-    int,
-    int,
-    int,
-    int,
-    int,
-    list[tuple[int, int, tuple[int, int, int, int]]],
-    list[str],
-    bytes,
-    list[int],
-    bool,
-    bool,
-    int,
-    int,
-]: ...
+) -> NDArray[np.float64]: ...
+
+class PackPlan:
+    """The samples of a batch, measured once for every copy."""
+
+    sizes: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    instance_ids: list[str]
+    field_names: list[tuple[str, ...]]
+    total: int
+    longest: int
+    nbytes: int
+    has: int
+    lacks: int
+    has_logprobs: bool
+    has_rows: bool
+    has_metas: bool
+    scores_fit: bool
+    def __new__(
+        cls, groups: list[GroupBase], names: _Names, extras: tuple[_Extra, ...], /
+    ) -> Self: ...
+    @property
+    def trajectories(self) -> list[Trajectory]: ...
+    @property
+    def extras(
+        self,
+    ) -> list[tuple[np.dtype[Any] | None, tuple[int, ...], NDArray[np.int64]]]: ...
+    def gather(
+        self,
+        memory: NDArray[np.uint8],
+        advantages: NDArray[np.float32],
+        flags: NDArray[np.uint8] | None,
+        outs: tuple[NDArray[np.uint8], ...],
+        threads: GatherThreads | None,
+        /,
+    ) -> tuple[Any, ...]: ...
+    def table_bytes(self, chunk_tokens: int, /) -> int: ...
+    def table(
+        self,
+        memory: NDArray[np.uint8],
+        shift: int,
+        chunk_tokens: int,
+        advantages: NDArray[np.float32],
+        flags: NDArray[np.uint8] | None,
+        /,
+    ) -> tuple[Any, ...]: ...
+    def copy_table(
+        self,
+        places: tuple[tuple[int, int], ...],
+        memory: NDArray[np.int64],
+        shift: int,
+        chunk_bytes: int,
+        /,
+    ) -> tuple[int, list[tuple[int, int]]]: ...
+
 def mapping_of(trajectory: Trajectory, /) -> tuple[int, int, object]: ...
-def find_not_finite(values: NDArray[np.float32], /) -> int: ...
 def mentioning(trajectories: list[Trajectory], words: tuple[bytes, ...], /) -> list[int]: ...
 
 # -- reasons of drops

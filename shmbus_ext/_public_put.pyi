@@ -153,9 +153,9 @@ class Writer:
             Position of the sample in its group, 0 to group_size - 1. The first sample of an index
             is kept, later samples are dropped as duplicates.
         score : float or None, default 0.0
-            The reward; finite. An array or tensor with one element counts as a number. None for a
-            score not yet known: the reader scores the group (`Trajectory.score`, or `score_group`
-            of a handler), and an unscored sample raises an error there, by name.
+            The reward, within 1e38. An array or tensor with one element counts as a number. None
+            for a score not yet known: the reader scores the group (`Trajectory.score`, or
+            `score_group` of a handler), and an unscored sample raises an error there, by name.
         policy_version : int or tuple of (int, int), default 0
             Version of the sampling policy, 0 or more; or the oldest and the newest version, after a
             change during the rollout. A consumer's `max_policy_lag` compares the oldest with the
@@ -201,9 +201,10 @@ class Writer:
             Python objects, msgspec cannot encode meta, or the schema lacks a field, declares a
             different dtype, or requires a missing field.
         ValueError
-            An argument is out of range, the score is not finite, the number of fields or dimensions
-            exceeds its limit, a list is ragged, its dtype cannot hold an element, or a shape
-            violates the schema; the message names field and index.
+            An argument is out of range, the score is not finite or above 1e38, the meta nests
+            deeper than 128 lists and maps, the number of fields or dimensions exceeds its limit, a
+            list is ragged, its dtype cannot hold an element, or a shape violates the schema; the
+            message names field and index.
         RecordTooLargeError
             The record exceeds `Producer.record_limit`, a quarter of the bus; also a ValueError.
         BusFullError

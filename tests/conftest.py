@@ -40,7 +40,7 @@ from fork_server import (
     use_servers,
 )
 
-from shmbus import Bus, Consumer, Feeder, Producer
+from shmbus import Bus, Consumer, Feeder, Producer, Request
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.segment.names import remove_dead_socket
 
@@ -132,7 +132,7 @@ def takes_long(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have long files run first, and the tests' own deadlines wait as long as everything else."""
+    """Have long files run first, deadlines wait, and tests marked gpu skip without a device."""
     # Of files that are shared out to workers, a long one at the end would leave the others idle.
     long = {item.path for item in items if takes_long(item)}
     items.sort(key=lambda item: item.path not in long)
@@ -140,6 +140,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("timeout")
         if marker is not None and PATIENCE != 1:
             item.add_marker(pytest.mark.timeout(marker.args[0] * PATIENCE), append=False)
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not importlib.import_module("torch").cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -248,7 +252,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self.popen.pid
 
     @property
@@ -257,7 +260,6 @@ class Child:
         return self.popen.poll() is None
 
     def output(self) -> str:
-        """All that it printed so far."""
         return self._log.read_text(errors="replace")
 
     def expect(self, line: str, timeout: float = DEFAULT_DEADLINE_S) -> None:
@@ -277,7 +279,6 @@ class Child:
         return self.output().split("\n")[:-1]
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, for instance `signal.SIGSTOP`."""
         self.popen.send_signal(number)
 
     def kill(self) -> None:
@@ -286,7 +287,6 @@ class Child:
         self.popen.wait()
 
     def wait(self, timeout: float = DEFAULT_DEADLINE_S) -> int:
-        """Wait for its end, and return its exit status: minus the signal that killed it, if any."""
         try:
             return self.popen.wait(timeout * PATIENCE)
         except subprocess.TimeoutExpired:
@@ -303,7 +303,6 @@ class Child:
 
 
 def execute(arguments: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start an interpreter."""
     # Unbuffered, so that a line is there to be expected as soon as it is printed; and with the
     # stacks of a child that a signal kills.
     argv = [sys.executable, "-u", "-X", "faulthandler", *arguments]
@@ -379,8 +378,6 @@ SERVE = "import sys; from shmbus.cli import main; sys.exit(main())"
 
 
 class Daemon:
-    """``shmbus serve`` as a process of its own, to be killed and started again."""
-
     def __init__(self, spawner: Spawner, name: str, options: tuple[object, ...]) -> None:
         self.name = name
         self._spawner = spawner
@@ -388,7 +385,6 @@ class Daemon:
         self.child = self.start()
 
     def start(self) -> Child:
-        """Start it, and wait until it serves."""
         self.child = self._spawner.script(SERVE, "serve", self.name, *self._options)
         wait_until(
             lambda: " serving " in self.child.output() or not self.child.running,
@@ -399,11 +395,9 @@ class Daemon:
         return self.child
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.child.kill()
 
     def stop(self) -> str:
-        """SIGTERM; it must end in order."""
         self.child.send_signal(signal.SIGTERM)
         return self.child.finish()
 
@@ -436,7 +430,6 @@ def gateway_of(spawn: Spawner, bus_name: str) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def gateway(gateway_of: Callable[..., Any]) -> Any:
-    """A gateway with a bus of 16 MiB."""
     return gateway_of("--create", "16MiB")
 
 
@@ -472,20 +465,41 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 @pytest.fixture
 def producer(bus: Bus) -> Iterator[Producer]:
-    """A producer of it."""
     with Producer(bus.name) as handle:
         yield handle
 
 
 @pytest.fixture
 def feeder(bus: Bus) -> Iterator[Feeder]:
-    """A feeder of it."""
     with Feeder(bus.name) as handle:
         yield handle
 
 
+@contextlib.contextmanager
+def ends_of(bus: Bus, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
+    """Producer and consumer of a bus, which goes with them; `options` are the consumer's."""
+    with bus, Producer(bus.name) as producer, Consumer(bus.name, **options) as consumer:
+        yield producer, consumer
+
+
+@contextlib.contextmanager
+def two_ranks(name: str) -> Iterator[tuple[Consumer, Consumer]]:
+    """Both ranks of a job."""
+    with (
+        Consumer(name, rank=0, world_size=2) as zero,
+        Consumer(name, rank=1, world_size=2) as one,
+    ):
+        yield zero, one
+
+
+def next_request(producer: Producer, timeout: float = DEFAULT_DEADLINE_S) -> Request:
+    """Take a sample that is open, or will be."""
+    request = producer.requests.next(timeout)
+    assert request is not None
+    return request
+
+
 def keys_of(batch: Any) -> list[str]:
-    """The instance ids of a batch's groups."""
     return [group.instance_id for group in batch.groups]
 
 

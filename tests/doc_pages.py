@@ -38,7 +38,6 @@ def installs(page: str, words: str) -> set[str]:
 
 
 def run(page: str, words: str, bus: str, **names: Any) -> dict[str, Any]:
-    """Run a block with these names; return all names afterwards."""
     import shmbus
 
     code = block(page, words).replace(f'"{BUS}"', repr(bus))

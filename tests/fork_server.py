@@ -119,7 +119,6 @@ class Forked:
         return self._reap(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
         status = self._reap(timeout)
         if status is None:
             assert timeout is not None
@@ -132,7 +131,6 @@ class Forked:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _reap(self, timeout: float | None) -> int | None:
@@ -173,7 +171,6 @@ class ForkServer:
         streams: Streams,
         more: dict[str, str],
     ) -> Forked:
-        """Start a program there."""
         what = {"program": program, "arguments": arguments, "directory": str(directory)}
         given = {**os.environ, **more}
         return Forked(self, self.ask({**what, "streams": streams, "environment": given}))
@@ -191,7 +188,6 @@ class ForkServer:
         raise ChildProcessError("the fork server ended")
 
     def close(self) -> None:
-        """Leave it."""
         self._socket.close()
 
 
@@ -218,7 +214,6 @@ class OwnServer(ForkServer):
             super().__init__(self.address)
 
     def close(self) -> None:
-        """End it."""
         # By a word, and not by the end of the connection: a forked child of this process may still
         # hold one end.
         with contextlib.suppress(ConnectionError):  # it has died, and a test has told so

@@ -8,19 +8,15 @@ from typing import Any, NamedTuple
 
 
 class Answer(NamedTuple):
-    """What came back."""
-
     status: int
     headers: dict[str, str]
     body: bytes
 
     def json(self) -> Any:
-        """The body."""
         return json.loads(self.body)
 
     @property
     def detail(self) -> str:
-        """What a refusal says."""
         detail = self.json()["detail"]
         return detail if isinstance(detail, str) else detail[0]["msg"]
 

@@ -47,8 +47,6 @@ TEST_BUS = re.compile(r"\btest-\d+-\d+-[0-9a-f]{8}")
 
 
 class Result(NamedTuple):
-    """How a command ended."""
-
     status: int
     out: str
     err: str
@@ -63,7 +61,6 @@ class Result(NamedTuple):
         ]
 
     def json(self) -> Any:
-        """What it printed, as JSON."""
         return json.loads(self.out)
 
 
@@ -79,7 +76,6 @@ def usage(*arguments: str) -> Result:
 
 
 def cli(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> Result:
-    """Run ``shmbus ARGUMENTS`` and wait for its end."""
     with tempfile.TemporaryDirectory() as directory:
         files = [Path(directory, name) for name in Streams._fields]
         for file, text in zip(files, (stdin, "", ""), strict=True):
@@ -99,7 +95,6 @@ def cli(*arguments: str, env: dict[str, str] | None = None, stdin: str = "") -> 
 def start(
     program: list[str], arguments: list[str], env: dict[str, str] | None, streams: Streams
 ) -> Forked | subprocess.Popen[bytes]:
-    """Start it here, as the suite starts its children."""
     if forked := fork(program, arguments, Path.cwd(), streams, program[-1], env or {}):
         return forked
     with open(streams[0]) as given, open(streams[1], "w") as out, open(streams[2], "w") as err:
@@ -110,12 +105,10 @@ def start(
 
 
 def segment_path(name: str) -> Path:
-    """The file of a bus."""
     return Path("/dev/shm") / f"shmbus.{name}"
 
 
 def put_group(producer: shmbus.Producer, instance_id: str, size: int = 4, skip: int = -1) -> None:
-    """Put all samples of a group but one."""
     for index in range(size):
         if index != skip:
             tokens = np.arange(64, dtype=np.int32)
@@ -152,7 +145,6 @@ def header_offset(field: str) -> int:
 
 
 def data_offset(name: str) -> int:
-    """Where the first record of a bus lies."""
     raw = segment_path(name).read_bytes()[: _core.HEADER_BYTES]
     at = header_offset("data_offset")
     return int.from_bytes(raw[at : at + 8], "little")

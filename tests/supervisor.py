@@ -69,11 +69,9 @@ class Child:
         return self.status is not None
 
     def stop(self) -> None:
-        """Stop the process."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Resume the process."""
         self.stopped = False
         os.kill(self.pid, signal.SIGCONT)
 
@@ -115,7 +113,6 @@ class Supervisor:
             self.children.pop(name).kill()
 
     def restart(self, name: str) -> None:
-        """Kill a process, and start its successor."""
         self.kill(name)
         self.start(name)
 
@@ -126,7 +123,6 @@ class Supervisor:
         self.children[name].go_on()
 
     def named(self, kind: str) -> list[str]:
-        """Names of the running processes that begin with `kind`."""
         return [name for name in self.children if name.startswith(kind)]
 
     def replace_finished(self) -> None:
@@ -137,7 +133,6 @@ class Supervisor:
                 self.start(name)
 
     def end(self) -> None:
-        """Kill all processes."""
         for name in [*self.children]:
             with contextlib.suppress(ProcessLookupError):
                 self.children[name].go_on()

@@ -39,8 +39,6 @@ UNPINNED = ("setuptools",)
 
 
 class Outcome(NamedTuple):
-    """What became of one test."""
-
     file: str
     name: str
     #: "passed", "failed" or "skipped".
@@ -237,7 +235,6 @@ def run(argv: Sequence[str | Path], seconds: float, log: Path, **environ: str) -
 
 
 def install(python: Path, log: Path, *what: str | Path, **environ: str) -> None:
-    """Let an environment's pip install something."""
     # Not kept: what one row has, few others have, and it is gigabytes.
     pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-cache-dir")
     if run([*pip, *what], INSTALL_S, log, **environ):
@@ -269,7 +266,6 @@ def fill(row: GroupEntry, wheel: Path, log: Path) -> Path:
 
 
 def packages(programs: Path) -> dict[str, str]:
-    """Versions of what an environment has."""
     listed = subprocess.run(
         [programs / "python", "-m", "pip", "list", "--format", "json"],
         stdout=subprocess.PIPE, timeout=INSTALL_S, check=True,
@@ -323,7 +319,6 @@ def chosen(only: Sequence[str]) -> list[GroupEntry]:
 
 
 def line(cells: Sequence[str]) -> str:
-    """One line of a table."""
     return f"| {' | '.join(cells)} |"
 
 
@@ -339,7 +334,6 @@ def cells(row: GroupEntry) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Go through the rows."""
     parser = argparse.ArgumentParser(
         prog="make versions ARGS=...", description="Run the trainer side with other versions."
     )

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Float64 inside, for any dtype of the scores; one pass over every group, no Python work per sample.
+- Float64 inside, for any dtype of the scores; one pass of C over every group.
 - A group of one, and a group of equal scores up to rounding, give exactly 0 (except for kind
   "none", without a comparison). Finite scores never give nan or an infinity.
 - Groups never touch: a group's advantages depend on its own scores only, unless the kind is named
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from shmbus.base.arguments import check_choice
-from shmbus.batch.equal_scores import are_equal
 from shmbus.batch.gather import MAX_SCORE
+from shmbus.batch.scores import RELATIVE_KINDS, relative_scores
 from trainer_adapter.scored_group import ScoredGroup, sight_of
 
 __all__ = ["group_advantages"]
@@ -141,18 +141,24 @@ def group_advantages(
             f"scores: expected [n] or [groups, n], and [samples] with sizes or group_ids, got "
             f"shape {values.shape}; flatten it and pass sizes"
         )
+    check_choice("std", std, ("bessel", "biased"), "torch.std is 'bessel'")
+    if not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: expected a number, got {type(eps).__name__}; 1e-6 is usual")
+    if not 0 <= eps <= LARGEST_EPS:
+        raise ValueError(f"eps: expected a finite number from 0 on, got {eps}; 1e-6 is usual")
+    check_kind("kind", kind)
     flat = values.ravel()
     if group_ids is not None:
         result = _by_ids(flat, _as_array("group_ids", group_ids), kind, std, eps)
     else:
         counts = _as_array("sizes", [len(flat)] if sizes is None else sizes)
-        result = _by_sizes(flat, counts, kind, std, eps)
+        result = _by_sizes(flat, _checked_sizes(counts, len(flat)), kind, std, eps)
     return _like(result.reshape(values.shape), scores, kept)
 
 
 def advantages_for_groups(
-    scores: npt.ArrayLike,
-    sizes: npt.ArrayLike,
+    scores: FloatArray,
+    sizes: npt.NDArray[np.int64],
     kind: Kind = "grpo",
     *,
     std: Std = "bessel",
@@ -160,24 +166,20 @@ def advantages_for_groups(
     excluded: npt.NDArray[np.bool_] | None = None,
     groups: SeenGroups | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Turn the scores of a ragged batch into advantages, every group at once.
+    """Turn the finite scores of a ragged batch into advantages, every group at once.
 
     Excluded samples get 0, and their scores count for no other sample.
     """
-    values, _ = _as_float64(_as_array("scores", scores))
-    if values.ndim != 1:
-        raise ValueError(f"scores: expected [samples], got shape {values.shape}; flatten it")
-    counts = _as_array("sizes", sizes)
     if excluded is None:
-        seen = None if groups is None else functools.partial(groups, counts, None)
-        return _by_sizes(values, counts, kind, std, eps, seen).astype(np.float32)
+        seen = None if groups is None else functools.partial(groups, sizes, None)
+        return _by_sizes(scores, sizes, kind, std, eps, seen).astype(np.float32)
     kept = ~excluded
-    group = np.repeat(np.arange(len(counts)), counts)[kept]
-    counts = np.bincount(group, minlength=len(counts))
+    group = np.repeat(np.arange(len(sizes)), sizes)[kept]
+    counts = np.bincount(group, minlength=len(sizes))
     counts = counts[counts > 0]
     seen = None if groups is None else functools.partial(groups, counts, kept)
-    result = np.zeros(len(values), np.float32)
-    result[kept] = _by_sizes(values[kept], counts, kind, std, eps, seen)
+    result = np.zeros(len(scores), np.float32)
+    result[kept] = _by_sizes(scores[kept], counts, kind, std, eps, seen)
     return result
 
 
@@ -278,88 +280,36 @@ def _by_ids(
 
 def _by_sizes(
     values: FloatArray,
-    sizes: npt.NDArray[Any],
+    sizes: npt.NDArray[np.int64],
     kind: Kind,
     std: Std,
     eps: float,
     groups: Callable[[], Sequence[ScoredGroup]] | None = None,
 ) -> FloatArray:
-    counts = _checked_sizes(sizes, len(values))
-    check_choice("std", std, ("bessel", "biased"), "torch.std is 'bessel'")
-    if not isinstance(eps, (int, float)):
-        raise TypeError(f"eps: expected a number, got {type(eps).__name__}; 1e-6 is usual")
-    if not 0 <= eps <= LARGEST_EPS:
-        raise ValueError(f"eps: expected a finite number from 0 on, got {eps}; 1e-6 is usual")
-    check_kind("kind", kind)
     if callable(kind):
-        return _by_callable(values, counts, kind, groups)
-    if kind == "none" or len(values) == 0:
+        return _by_callable(values, sizes[sizes > 0], kind, groups)
+    if kind == "none":
         return values
-    whole = np.array([len(values)])
     if kind == "batch":
-        counts = whole
-    centred, largest = _centred(values, counts)
-    if kind == "dr_grpo":
-        return centred
-    if kind == "rloo":
-        # score - mean of others = (score - mean) * n / (n - 1)
-        return centred * np.repeat(counts / np.maximum(counts - 1, 1), counts)
-    if kind == "batch_std":
-        deviations, largest = _centred(values, whole)
-        return _by_deviation(centred, deviations, largest, whole, std, float(eps))
-    return _by_deviation(centred, centred, largest, counts, std, float(eps))
-
-
-def _centred(
-    values: FloatArray, counts: npt.NDArray[np.int64]
-) -> tuple[FloatArray, npt.NDArray[np.float64]]:
-    """Return scores minus the mean of their group, and the largest of these by magnitude."""
-    starts = np.cumsum(counts) - counts
-    means = np.add.reduceat(values, starts) / counts
-    lowest, highest = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-    level = are_equal(lowest, highest)
-    largest = np.where(level, 0.0, np.maximum(highest - means, means - lowest))
-    return np.where(np.repeat(level, counts), 0.0, values - np.repeat(means, counts)), largest
-
-
-def _by_deviation(
-    centred: FloatArray,
-    deviations: FloatArray,
-    largest: npt.NDArray[np.float64],
-    counts: npt.NDArray[np.int64],
-    std: Std,
-    eps: float,
-) -> FloatArray:
-    """Divide by the standard deviation of groups, and eps; 0 without deviation."""
-    # In units of the largest: no square can under- or overflow.
-    unit = np.where(largest > 0, largest, 1.0)
-    squares = np.square(deviations / np.repeat(unit, counts))
-    divisors = np.maximum(counts - 1, 1) if std == "bessel" else counts
-    sums = np.add.reduceat(squares, np.cumsum(counts) - counts)
-    with np.errstate(over="ignore"):  # eps may become infinite in this unit; every result is 0 then
-        scale = np.sqrt(sums / divisors) + eps / unit
-    scale = np.where(largest > 0, scale, np.inf)
-    found: FloatArray = centred / np.repeat(unit, counts) / np.repeat(scale, counts)
-    return found
+        sizes = np.array([len(values)])
+    return relative_scores(values, sizes, RELATIVE_KINDS[kind], std == "biased", float(eps))
 
 
 def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int64]:
-    """Return the sizes of non-empty groups."""
+    """Return the sizes of groups as int64."""
     if sizes.ndim != 1 or (sizes.dtype.kind not in "iu" and sizes.size):
         raise TypeError(
             f"sizes: expected integers [groups], got {sizes.dtype} of shape {sizes.shape}; "
             "pass one size a group"
         )
-    counts = sizes.astype(np.int64)
+    counts: npt.NDArray[np.int64] = sizes.astype(np.int64)
     smallest = counts.min(initial=samples)
     if smallest < 0 or counts.sum() != samples:
         raise ValueError(
             f"sizes: expected {samples} samples in all and none below 0, got {counts.sum()} with "
             f"smallest {counts.min(initial=0)}; count the samples of each group"
         )
-    # numpy's reduceat gives an empty group its neighbour's first value.
-    occupied: npt.NDArray[np.int64] = counts if smallest else counts[counts > 0]
-    return occupied
+    return counts
 
 
 def _by_callable(

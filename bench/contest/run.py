@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from bench.contenders import contenders
 from bench.contenders.base import Contender
@@ -129,7 +129,19 @@ def _rows(
     )  # fmt: skip
 
 
-def interpreter(contender: Contender) -> Path:
+class Installed(Protocol):
+    """A contender's environment and distributions."""
+
+    @property
+    def environment(self) -> str:
+        """Name of the environment; "" for the benchmark's."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Distributions, the contender's own first."""
+
+
+def interpreter(contender: Installed) -> Path:
     """Return the interpreter that runs a contender.
 
     Raises
@@ -140,15 +152,21 @@ def interpreter(contender: Contender) -> Path:
     if not contender.environment:
         return Path(sys.executable)
     root = Path(os.environ.get(VARIABLE) or ROOT / ".venv-contenders")
-    path = root / contender.environment / "bin" / "python"
-    if not path.exists():
-        raise MeasurementError(
-            f"its environment {contender.environment!r} is not there; run make bench-contenders"
-        )
-    return path
+    # Environments of the adapters' tests have trainers.
+    places = {
+        root: "bench-contenders",
+        ROOT / "build/peers": f"build/peers/{contender.environment}/.made",
+    }
+    for place in places:
+        if (path := place / contender.environment / "bin" / "python").exists():
+            return path
+    target = places[root if contender.environment in ENVIRONMENTS else ROOT / "build/peers"]
+    raise MeasurementError(
+        f"its environment {contender.environment!r} is not there; run make {target}"
+    )
 
 
-def versions(contender: Contender) -> dict[str, Any]:
+def versions(contender: Installed) -> dict[str, Any]:
     """Return the versions of a contender's packages, and of the Python that runs it.
 
     Raises

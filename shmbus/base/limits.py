@@ -84,6 +84,9 @@ ALIKE_PROMPTS = 3
 #: Seconds between two probes of a paused lane, at least.
 PROBE_S = 0.1
 
+#: Largest score of either sign: the difference of two stays finite in a batch's float32.
+MAX_SCORE: float = _core.MAX_SCORE
+
 #: Bytes reserved for the meta of a reservation whose meta is set later.
 META_ROOM_BYTES = 1024
 

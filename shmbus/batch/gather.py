@@ -1,7 +1,7 @@
-"""From records to batches: many trajectories gathered into arrays owned by the caller.
+"""From records to batches: groups measured once, and their samples copied into arrays.
 
-A single pass over the ring in C, with the interpreter lock released; every length, dtype and bound
-is checked before the first byte is copied.
+One pass of C measures; one pass copies, with the interpreter lock released. Every length, dtype and
+bound is checked before the first byte is copied, and each value while copied.
 """
 
 from __future__ import annotations
@@ -9,28 +9,75 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shmbus.batch.extra_fields import PackedExtra
-from shmbus.batch.field_names import FieldNames
-from shmbus.batch.field_presence import check_presence
 from shmbus_ext import _core
-from shmbus_ext._core import scores as scores
+from shmbus_ext._core import mentioning as mentioning
 
-__all__ = ["FieldNames", "PackedBatch", "gather", "packed_bytes"]
+__all__ = ["FieldNames", "PackedBatch", "gather", "measure"]
 
 Array: TypeAlias = NDArray[Any]
-#: Of a score, by magnitude: the difference of two is still finite in float32.
+#: Largest score by magnitude: the difference of two scores is still finite in float32.
 MAX_SCORE: Final[float] = _core.MAX_SCORE
 #: Rounding may bring a logprob above 0, though not this far.
 MAX_LOGPROB: Final[float] = _core.MAX_LOGPROB
+#: Bits of a sample's flags: no token trained; advantages of 0.
+MASKED: Final[int] = _core.SAMPLE_MASKED
+ZEROED: Final[int] = _core.SAMPLE_ZEROED
+#: Kinds of extra fields: a row a token; any number of rows; one row, the whole array.
+TOKEN: Final[int] = _core.EXTRA_TOKEN
+RAGGED: Final[int] = _core.EXTRA_RAGGED
+SEQUENCE: Final[int] = _core.EXTRA_SEQUENCE
 GatherThreads: TypeAlias = _core.GatherThreads
 """Helpers that copy batches together with the caller of `gather`; `close` ends them."""
+PackPlan: TypeAlias = _core.PackPlan
+"""The samples of a batch, measured once for every copy; made by `measure`."""
+
+
+class FieldNames(msgspec.Struct, frozen=True, kw_only=True):
+    """The producers' names of a batch's fields; None for an unused field.
+
+    Attributes
+    ----------
+    tokens : str
+        Token ids: integers, [n]. Required in every trajectory.
+    loss_mask : str | None
+        Sampled tokens: boolean or numeric, [n]; all tokens in a group without the field.
+    logprobs : str | None
+        The producer's logprobs of these tokens: float32 or float64, [n]; missing from a batch of
+        groups without them.
+    advantages : str | None
+        The producer's own token-level advantages: float32 or float64, [n]; they win.
+
+    Notes
+    -----
+    Either every sample of a group contains a field, or no sample; else the group is malformed.
+    """
+
+    tokens: str = "tokens"
+    loss_mask: str | None = "loss_mask"
+    logprobs: str | None = "logprobs"
+    advantages: str | None = "advantages"
+
+    def as_tuple(self) -> tuple[str, str | None, str | None, str | None]:
+        """Return the names in the core's order."""
+        return self.tokens, self.loss_mask, self.logprobs, self.advantages
+
+
+class ExtraSpec(NamedTuple):
+    """A request for an extra field; without a dtype the first record decides the form of a row."""
+
+    name: str
+    kind: int
+    optional: bool = False
+    dtype: np.dtype[Any] | None = None
+    sizes: tuple[int, ...] = ()
 
 
 class PackedBatch(NamedTuple):
-    """A packed batch of G groups: T tokens of S samples, in arrays that hold the batch's memory.
+    """A packed batch: T tokens of S samples, in arrays that hold the batch's memory.
 
     Attributes
     ----------
@@ -39,26 +86,8 @@ class PackedBatch(NamedTuple):
     logprobs, advantages : float32 [T]
         Logprobs are 0 outside of the loss mask, or if missing.
     cu_seqlens : int32 [S + 1]
-    samples : int64 [4, S]
-        Each sample's score, as the bits of a float64, its policy version, the newest version, and
-        its tokens.
-    sizes : int64 [G]
-        Samples of each group.
-    instance_ids : list[str]
-    trajectories : list[Trajectory]
-        The samples.
-    total : int
-        T.
-    longest : int
-        Tokens of the longest sample.
-    has_logprobs : bool
-        True with logprobs in all samples, False with logprobs in no sample.
-    has_rows : bool
-        True if a sample was put with rows; every row then forms a sequence of its own.
-    has_metas : bool
-        True if a sample carries a meta.
-    finite : bool
-        True if all logprobs and advantages are finite.
+    clean : bool
+        True if masks hold 0 and 1, logprobs and advantages are finite, and logprobs at most 0.
     """
 
     tokens: Array
@@ -67,107 +96,117 @@ class PackedBatch(NamedTuple):
     logprobs: Array
     advantages: Array
     cu_seqlens: Array
-    samples: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    instance_ids: list[str]
-    trajectories: list[_core.Trajectory]
-    total: int
-    longest: int
-    has_logprobs: bool
-    has_rows: bool
-    has_metas: bool
-    finite: bool
+    clean: bool
 
 
-def packed_bytes(total: int, sequences: int) -> int:
-    """Return how many bytes of memory `gather` needs.
+class MixedLogprobsError(ValueError):
+    """Some groups of a batch contain logprobs, and some groups lack them."""
+
+    def __init__(self, message: str, lacking: list[int]) -> None:
+        super().__init__(message)
+        self.lacking = lacking
+
+
+def measure(
+    groups: Sequence[_core.GroupBase],
+    names: FieldNames | None = None,
+    extras: tuple[ExtraSpec, ...] = (),
+) -> PackPlan:
+    """Find and measure the samples of groups, after all checks of their fields.
 
     Parameters
     ----------
-    total : int
-        Tokens.
-    sequences : int
-        Sequences that they are of.
+    groups : sequence of Group
+        Leased.
+    names : FieldNames, optional
+        Names of the fields.
+    extras : tuple of ExtraSpec
+        Further fields.
 
     Returns
     -------
-    int
-        Bytes, with the padding between the arrays.
+    PackPlan
+        ``sizes``, int64 [G]: samples of each group. ``samples``, int64 [4, S]: each sample's score
+        as the bits of a float64, its oldest and newest policy version, and its tokens.
+        ``nbytes``: memory for `gather`.
+
+    Raises
+    ------
+    ValueError
+        A field is missing, or of a wrong dtype, shape or length; only a part of a group has a
+        field, or only some groups have logprobs (`MixedLogprobsError`).
+    TypeError
+        An item is no group.
     """
-    return _core.packed_bytes(total, sequences)
-
-
-class Measured(NamedTuple):
-    """Groups, after all checks of `gather`."""
-
-    trajectories: list[_core.Trajectory]
-    sizes: NDArray[np.int64]
-    lengths: list[int]
-    has_logprobs: bool
-    field_names: list[tuple[str, ...]]
-    scores_fit: bool
-
-    @property
-    def has_rows(self) -> bool:
-        """True if a trajectory was put with rows; every row then forms a sequence of its own."""
-        return any([_core.ROW_LENGTHS in names for names in self.field_names])
-
-
-def measure(groups: Sequence[_core.GroupBase], names: FieldNames | None = None) -> Measured:
-    """Count the tokens of groups, after all checks of `gather`."""
     names = names or FieldNames()
-    trajectories, sizes = members(groups)
-    lengths, has, lacks, field_names, fit = _core.measure(trajectories, names.as_tuple())
-    has_logprobs = check_presence(groups, names, has, lacks)
-    return Measured(trajectories, sizes, lengths, has_logprobs, field_names, fit)
-
-
-def members(
-    groups: Sequence[_core.GroupBase],
-) -> tuple[list[_core.Trajectory], NDArray[np.int64]]:
-    """Lay the trajectories of groups out one behind the other."""
-    return _core.members(list(groups))
+    plan = _core.PackPlan(list(groups), names.as_tuple(), extras)
+    # Samples of equal fields cost nothing here.
+    mixed = plan.has & plan.lacks
+    if mixed:
+        for group in groups:
+            _check_siblings(group.trajectories, names)
+        if mixed & _core.HAS_LOGPROBS:
+            raise _mixed(groups, str(names.logprobs))
+    return plan
 
 
 def gather(
-    groups: Sequence[_core.GroupBase],
-    names: FieldNames,
-    memory: NDArray[np.uint8] | list[NDArray[np.uint8]],
+    plan: PackPlan,
+    memory: NDArray[np.uint8],
     advantages: NDArray[np.float32],
-    extras: tuple[PackedExtra, ...] = (),
+    flags: NDArray[np.uint8] | None = None,
+    outs: tuple[NDArray[np.uint8], ...] = (),
     threads: GatherThreads | None = None,
-) -> PackedBatch | int | None:
-    """Copy the samples of groups one behind the other into a packed batch.
+) -> PackedBatch:
+    """Copy the samples of a plan one behind the other into a packed batch.
 
     Parameters
     ----------
-    groups : list of Group
-        Leased, of a single Consumer; a list, not another sequence.
-    names : FieldNames
-        Names of the fields.
-    memory : uint8 [n], or a list of such
-        Destination of the batch, at least `packed_bytes`; or blocks, from which the call takes a
-        block large enough and referred to only by the list.
+    plan : PackPlan
+        Of leased groups.
+    memory : uint8 [n]
+        Destination of the batch, at least ``plan.nbytes``.
     advantages : float32 [S]
         For samples without advantages of their own.
-    extras : tuple of PackedExtra
-        Further fields, in the same pass.
+    flags : uint8 [S], optional
+        `MASKED` and `ZEROED` samples.
+    outs : tuple of uint8 [bytes]
+        Destination of each extra field.
     threads : GatherThreads, optional
         They copy together with the caller.
 
     Returns
     -------
-    PackedBatch, int or None
-        The needed bytes, if no block of the list is free and large enough. None without a copy,
-        since a sample lacks a field of a sibling, or some groups lack logprobs: `measure` names
-        them.
+    PackedBatch
 
     Raises
     ------
+    BusClosedError
+        A trajectory is no longer leased.
     ValueError
-        As for `measure`, for each trajectory alone; an array has the wrong size or dtype.
-    TypeError
-        An item is no group.
+        An array has the wrong size or dtype; the batch has more tokens than int32 can index.
     """
-    found = _core.pack(groups, names.as_tuple(), memory, advantages, extras, threads)
-    return PackedBatch(*found) if isinstance(found, tuple) else found
+    return PackedBatch(*plan.gather(memory, advantages, flags, outs, threads))
+
+
+def _check_siblings(samples: list[_core.Trajectory], names: FieldNames) -> None:
+    for name in names.as_tuple()[1:]:
+        having = [name in sample for sample in samples]
+        if any(having) and not all(having):
+            one, other = samples[having.index(False)], samples[having.index(True)]
+            raise ValueError(
+                f"trajectory {one.instance_id!r}[{one.index}] of producer {one.producer_id}: field "
+                f"{name!r}: expected in every sample of a group or in none, got none, while "
+                f"[{other.index}] of producer {other.producer_id} has it; put it with each sample"
+            )
+
+
+def _mixed(groups: Sequence[_core.GroupBase], name: str) -> MixedLogprobsError:
+    having = [name in group.trajectories[0] for group in groups]
+    first, other = groups[having.index(False)].trajectories[0], groups[having.index(True)]
+    return MixedLogprobsError(
+        f"group {first.instance_id!r} of producer {first.producer_id}: field {name!r}: expected in "
+        f"every group of a batch or in none, got none, while group {other.instance_id!r} has it; "
+        "put it in all groups, pack them apart, or read none by fields=FieldNames(logprobs=None)",
+        [position for position, there in enumerate(having) if not there],
+    )

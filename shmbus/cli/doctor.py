@@ -34,7 +34,7 @@ import shmbus
 from shmbus.base.format import printable, several, show_size
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect import leftovers
-from shmbus.pool.status import read_pools
+from shmbus.pool.pool_status import read_pools
 from shmbus.segment.room import limits
 from shmbus_ext import _core
 

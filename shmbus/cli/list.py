@@ -10,7 +10,7 @@ from shmbus import errors
 from shmbus.base.format import printable, show_count, show_size, table
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect.status import read_status
-from shmbus.pool.status import PoolStatus, describe_pool, read_pools
+from shmbus.pool.pool_status import PoolStatus, describe_pool, read_pools
 from shmbus.segment.names import bus_names
 
 

@@ -13,7 +13,7 @@ from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.data.status_types import BusStatus
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
-from shmbus.pool.status import describe_pool, read_pools
+from shmbus.pool.pool_status import describe_pool, read_pools
 
 
 def add_parser(commands: Commands) -> None:

@@ -29,7 +29,7 @@ from shmbus.inspect.groups import read_groups
 from shmbus.inspect.history import read_events
 from shmbus.inspect.status import read_status
 from shmbus.inspect.trace_events import TraceEvent, TraceEvents
-from shmbus.pool.status import read_pools
+from shmbus.pool.pool_status import read_pools
 
 #: Seconds between two looks at the history, and at all else. A daemon remembers 8,192 events of
 #: groups: two looks see all events up to 30,000 a second.

@@ -9,7 +9,7 @@ import time
 from shmbus.base.format import show_duration, show_size, table
 from shmbus.cli._options import Commands, add_command, print_json, require_extra, share
 from shmbus.cli._supervise import resume_program
-from shmbus.pool.status import PoolStatus, read_pool
+from shmbus.pool.pool_status import PoolStatus, read_pool
 
 #: Columns of a reader's error; --json prints the full text.
 _ERROR_COLUMNS = 60

@@ -86,16 +86,25 @@ class Wire:
 
     def send(self, *requests: messages.Request) -> None:
         """Send whole frames; DaemonUnreachable if the daemon is gone or does not read."""
-        data = memoryview(b"".join([messages.frame(request) for request in requests]))
+        data = b"".join([messages.frame(request) for request in requests])
+        # Almost every message fits into the socket's buffer at once.
+        if data and (sent := self._send_now(data)) < len(data):
+            self._send_rest(memoryview(data)[sent:])
+
+    def _send_now(self, data: bytes | memoryview) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise DaemonUnreachable(str(error)) from error
+
+    def _send_rest(self, data: memoryview) -> None:
         deadline = time.monotonic() + limits.CLIENT_WAIT_S
         while data:
-            try:
-                data = data[self._socket.send(data) :]
-            except BlockingIOError:
-                if not self._wait(select.POLLOUT, deadline - time.monotonic()):
-                    raise DaemonUnreachable("the daemon does not read its requests") from None
-            except OSError as error:
-                raise DaemonUnreachable(str(error)) from error
+            if not self._wait(select.POLLOUT, deadline - time.monotonic()):
+                raise DaemonUnreachable("the daemon does not read its requests")
+            data = data[self._send_now(data) :]
 
     def receive(self, timeout_s: float) -> list[messages.Reply]:
         """Wait for replies; empty on timeout, DaemonUnreachable if the daemon is gone."""

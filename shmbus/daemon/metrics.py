@@ -47,7 +47,7 @@ from shmbus.http.access import is_loopback
 from shmbus.http.server import AddressError, HttpServer
 from shmbus.inspect.failure_kinds import KINDS, kind_of
 from shmbus.inspect.status import read_status
-from shmbus.pool.status import read_pools
+from shmbus.pool.pool_status import read_pools
 
 #: Producer slots, ranks and readers with a label of their own; the rest share a label, or have
 #: none: thousands of slots do not make thousands of time series.

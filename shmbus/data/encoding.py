@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import itertools
 import os
 import sys
 from typing import Any, Final
@@ -53,6 +54,29 @@ def _plain(converted: Any, value: Any) -> Any:
     return converted
 
 
+#: Most lists and maps inside each other in a meta: every reader decodes as many, however deep its
+#: own calls are.
+MOST_META_DEPTH: Final = 128
+_CONTAINERS: Final = (dict, list, tuple)
+#: Bytes of MessagePack that begin no list or map.
+_NO_CONTAINERS: Final = bytes({*range(256)} - {*range(0x80, 0xA0), *range(0xDC, 0xE0)})
+
+
+def _is_too_deep(encoded: bytes, decoded: Any) -> bool:
+    """Tell if a value nests deeper than the limit; most encodings hold too few containers."""
+    if len(encoded.translate(None, _NO_CONTAINERS)) <= MOST_META_DEPTH:
+        return False
+    level: list[Any] = [decoded]
+    for _ in range(MOST_META_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, _CONTAINERS)
+            for inner in (itertools.chain(each, each.values()) if isinstance(each, dict) else each)
+        ]
+    return any(isinstance(each, _CONTAINERS) for each in level)
+
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 _decoder = msgspec.msgpack.Decoder()
 
@@ -61,9 +85,7 @@ def encode_meta(meta: object) -> bytes:
     """Encode meta as MessagePack; a TypeError names an unsupported or unreadable value."""
     try:
         encoded = _encoder.encode(meta)
-        if not isinstance(meta, str):
-            _decoder.decode(encoded)
-        return encoded
+        too_deep = not isinstance(meta, str) and _is_too_deep(encoded, _decoder.decode(encoded))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # For example a dataclass as a key, which becomes a map, or a Raw without valid MessagePack.
         raise TypeError(
@@ -81,6 +103,12 @@ def encode_meta(meta: object) -> bytes:
             f"meta: expected text that UTF-8 can encode, got surrogates: {error}; encode it with "
             "errors='replace' first"
         ) from error
+    if too_deep:
+        raise ValueError(
+            f"meta: expected at most {MOST_META_DEPTH} lists and maps inside each other, got more, "
+            "which a reader may be unable to decode; flatten it, or put it as a JSON string"
+        )
+    return encoded
 
 
 def decode_meta(raw: bytes) -> Any:

@@ -34,23 +34,23 @@ import msgspec
 import shmbus
 from shmbus.base.arguments import check_choice, check_flag, check_int
 from shmbus.base.closing import ClosedByAsyncWith
-from shmbus.engines.errors import EngineError, UpdateRolledBackError
-from shmbus.engines.pause_note import PauseNote, PauseNotice
-from shmbus.engines.report import ServerReport, UpdateReport
-from shmbus.engines.rows import HEARD_S, STALE_S, RankRows, say_version
-from shmbus.engines.server import (
+from shmbus.engines.engine_server import (
     EngineServer,
     PauseMode,
     as_engine_error,
     checked_addresses,
     checked_timeout,
 )
+from shmbus.engines.errors import EngineError, UpdateRolledBackError
+from shmbus.engines.pause_note import PauseNote, PauseNotice
+from shmbus.engines.report import ServerReport, UpdateReport
+from shmbus.engines.rows import HEARD_S, STALE_S, RankRows, say_version
 from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
 from shmbus.errors import DamagedError
 from shmbus.segment.names import check_name
 from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
-from shmbus.weights.shared_file import shared_state
 from shmbus.weights.shared_model import SharedModel
+from shmbus.weights.single_copy import shared_state
 
 #: Limit of a policy version; the bus announces it once servers run the weights.
 MOST_VERSION: Final = (1 << 63) - 1
@@ -149,17 +149,9 @@ class EngineFleet(ClosedByAsyncWith):
         return len(self.servers) if self._quorum is None else self._quorum
 
     async def add(self, server: EngineServer) -> ServerReport | None:
-        """Add a server from now on; it joins at the newest version.
+        """Add a running server, with any weights; it joins at the newest version.
 
-        Parameters
-        ----------
-        server : EngineServer
-            A running server, with any weights.
-
-        Returns
-        -------
-        ServerReport or None
-            None before the first publication: the first update brings a version.
+        Returns None before the first publication: the first update brings a version.
 
         Raises
         ------
@@ -180,19 +172,11 @@ class EngineFleet(ClosedByAsyncWith):
         return None if report is None else report.servers[0]
 
     async def remove(self, server: EngineServer | str) -> None:
-        """Remove a server; a running update ends first.
+        """Remove a server, by itself or by address; a running update ends first.
 
-        Parameters
-        ----------
-        server : EngineServer or str
-            The server, or its address. The server keeps its weights. A paused server stays paused,
-            and no fleet resumes it. After its process's end an update, or a later `remove`, drops
-            its rows.
-
-        Raises
-        ------
-        ValueError
-            The server is unknown, or the last one, or needed by the quorum.
+        The server keeps its weights. A paused server stays paused, and no fleet resumes it. After
+        its process's end an update, or a later `remove`, drops its rows. ValueError: the server is
+        unknown, or the last one, or needed by the quorum.
         """
         address = server if isinstance(server, str) else server.address
         async with self._busy:
@@ -213,17 +197,9 @@ class EngineFleet(ClosedByAsyncWith):
     async def catch_up(self) -> UpdateReport | None:
         """Bring the newest version to every outdated server, for example after its restart.
 
-        An ended `ManagedServer` starts with its last checkpoint.
-
-        Returns
-        -------
-        UpdateReport or None
-            Of the outdated servers; None without outdated servers, or before a publication.
-
-        Raises
-        ------
-        EngineError, BlockingIOError
-            A server stays paused with a torn model; or another process is updating.
+        An ended `ManagedServer` starts with its last checkpoint. Returns the report of the outdated
+        servers; None without any, or before a publication. EngineError: a server stays paused with
+        a torn model; BlockingIOError: another process is updating.
         """
         async with self._busy:
             started = await to_the_end(self._start_ended(), shmbus.ShmbusError)
@@ -297,28 +273,18 @@ class EngineFleet(ClosedByAsyncWith):
         return asyncio.run(run())
 
     async def reload(self, directory: Path | str) -> UpdateReport:
-        """Make the servers read a directory's newest checkpoint; cancellation as for `update`.
+        """Make the servers read a directory's newest checkpoint; errors as for `update`.
 
         Parameters
         ----------
         directory : path
-            Of a publisher with ``carrier="checkpoint"`` and at least one version; the servers see
-            it under the same path.
+            Of a publisher with ``carrier="checkpoint"``; the servers see it under the same path.
+            WeightsError if the directory holds no version.
 
         Returns
         -------
         UpdateReport
             At least `quorum` servers report the version.
-
-        Raises
-        ------
-        UpdateRolledBackError
-            Too few servers took the checkpoint, and every server reads the previous one again.
-        EngineError
-            A server could not be paused, and nothing was touched; or it stays paused, because it
-            could read neither.
-        WeightsError, BlockingIOError
-            The directory holds no checkpoint, or another process is updating servers.
         """
         async with self._busy:
             return await to_the_end(self._reload(Path(directory)), shmbus.ShmbusError)
@@ -667,6 +633,7 @@ class EngineFleet(ClosedByAsyncWith):
             path = str(place.path.absolute())
             await server.reload(path, place.version, self._clears, self.timeout)
             report.version = place.version
+            report.warning = getattr(server, "caution", "")
             report.load_s = time.monotonic() - began
 
         return read

@@ -32,7 +32,7 @@ from shmbus.base.throttle import LimitedLog
 from shmbus.channel import ChannelClosedError
 from shmbus.errors import ShmbusError, WaitTimeoutError
 from shmbus.tensors import TensorChannel, TensorSender
-from shmbus.tensors.group import GroupSender
+from shmbus.tensors.channel_group import GroupSender
 from shmbus.tensors.step_table import encode_meta
 
 try:

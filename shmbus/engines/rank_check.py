@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shmbus.engines.planned import PlannedLoader
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.weights import WeightsError, WeightSubscriber
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.plan_check import compare_slice

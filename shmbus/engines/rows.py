@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shmbus import Bus, BusNotFoundError
+from shmbus.engines.engine_server import Addressed
 from shmbus.engines.errors import EngineError
 from shmbus.engines.report import ServerReport
-from shmbus.engines.server import Addressed
-from shmbus.pool.reader import PoolReader, VersionLease
-from shmbus.pool.server_rows import WEIGHTS, drop_dead_rows, row_name, rows_of_server, was_published
-from shmbus.pool.status import (
+from shmbus.pool.pool_status import (
     ARRIVED_CODE,
     LOADING_CODE,
     PoolStatus,
     ReaderStatus,
     read_pool,
 )
+from shmbus.pool.reader import PoolReader, VersionLease
+from shmbus.pool.server_rows import WEIGHTS, drop_dead_rows, row_name, rows_of_server, was_published
 from shmbus.segment.cache_salt import life_name
 from shmbus.weights.errors import MANIFEST_CODE
 

@@ -18,8 +18,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from shmbus.engines.engine_server import AGAIN, DRAFTS, InferenceServer, PauseMode
 from shmbus.engines.errors import EngineError
-from shmbus.engines.server import AGAIN, DRAFTS, InferenceServer, PauseMode
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
 from shmbus.engines.state_kinds import sglang_refusal
 from shmbus.pool.server_rows import row_name
@@ -72,7 +72,7 @@ class SglangServer(InferenceServer):
 
     async def ranks(self, timeout: float) -> int:
         """Return the processes that load weights: tensor and pipeline parallel."""
-        answer = await self.ask("server_info", "GET", "/server_info", timeout, advice=_VERSION)
+        answer = await self._info(timeout)
         sizes = [answer.get(name) for name in ("tp_size", "pp_size", "dp_size")]
         tensor, pipeline, data = (self._size(answer, size) for size in sizes)
         if data != 1:
@@ -80,14 +80,19 @@ class SglangServer(InferenceServer):
         loaders = answer.get("custom_weight_loader") or []
         if LOADER not in loaders:
             raise self._refuse_field("custom_weight_loader", loaders, _LOADER)
+        self._tensor_parallel = tensor
+        self._quantised = answer.get("quantization") is not None
+        return tensor * pipeline
+
+    async def _info(self, timeout: float) -> dict[str, Any]:
+        """Ask for the server's options; refuse state that no update renews."""
+        answer = await self.ask("server_info", "GET", "/server_info", timeout, advice=_VERSION)
         refused = sglang_refusal(answer)
         if refused:
             raise self._refuse_field(refused, answer[refused], _RENEWED)
         drafts = answer.get("speculative_algorithm") not in (None, "NGRAM")
         self.caution = DRAFTS.format("speculative_algorithm") if drafts else ""
-        self._tensor_parallel = tensor
-        self._quantised = answer.get("quantization") is not None
-        return tensor * pipeline
+        return answer
 
     def _size(self, answer: Mapping[str, Any], size: object) -> int:
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_RANKS:
@@ -127,7 +132,8 @@ class SglangServer(InferenceServer):
             await self._flush(timeout)
 
     async def check_reload(self, timeout: float) -> None:
-        """Refuse a model that sees or hears: no call of SGLang drops encoder outputs."""
+        """Refuse state that no reload renews, like encoder outputs of images and sounds."""
+        await self._info(timeout)
         status, text = await self.call("model_info", "GET", "/model_info", timeout, advice=_VERSION)
         said = self._object("model_info", text, _VERSION) if status == 200 else {}
         for name in ("has_image_understanding", "has_audio_understanding"):

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from shmbus.engines.planned import PlannedLoader
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.engines.sglang_order import Order, read_order
 from shmbus.weights import Weights, WeightSubscriber
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -49,14 +49,7 @@ async def _uninterrupted(task: asyncio.Future[Any]) -> None:
     task.result()
 
 
-class Closing(Protocol):
-    """Interface of a server with `close`."""
-
-    async def close(self) -> None:
-        """Let go of connections."""
-
-
-async def close_all(servers: Sequence[Closing]) -> None:
+async def close_all(servers: Sequence[Any]) -> None:
     """Close every server despite a cancellation."""
     closing = asyncio.gather(*(server.close() for server in servers))
     try:

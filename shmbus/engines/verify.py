@@ -25,10 +25,10 @@ from shmbus.engines.rank_check import Answer, Question, unmask
 from shmbus.engines.resume import headers_for_servers
 from shmbus.engines.vllm import VllmServer
 from shmbus.errors import DamagedError, WaitTimeoutError
+from shmbus.pool.pool_status import ReaderStatus, read_pool
 from shmbus.pool.reader import PoolReader, VersionLease
 from shmbus.pool.server_rows import NO_ROW, WEIGHTS, row_name, rows_of_server, server_versions
-from shmbus.pool.status import ReaderStatus, read_pool
-from shmbus.weights.carriers.base import VersionMeta
+from shmbus.weights.carriers.interface import VersionMeta
 from shmbus.weights.manifest import Manifest
 
 #: Seconds of an engine's time for a slice; the last part of a slice may end later.

@@ -10,8 +10,11 @@ Source: vllm/entrypoints/rl/online/api_router.py, vllm/distributed/weight_transf
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
-from shmbus.engines.server import AGAIN, DRAFTS, InferenceServer, PauseMode
+from shmbus.engines.engine_server import AGAIN, DRAFTS, InferenceServer, PauseMode
+from shmbus.engines.errors import EngineError
+from shmbus.engines.state_kinds import vllm_refusal
 from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.pool.server_rows import row_name
 
@@ -57,6 +60,27 @@ class VllmServer(InferenceServer):
             raise self.refuse("get_world_size", answer, _ROUTES)
         return size
 
+    async def check_reload(self, timeout: float) -> None:
+        """Refuse state that no reload renews, by the engine's configuration."""
+        query = {"config_format": "json"}
+        status, text = await self.call(
+            "server_info", "GET", "/server_info", timeout, query=query, advice=_ROUTES
+        )
+        said = self._object("server_info", text, _ROUTES) if status == 200 else {}
+        config = said.get("vllm_config")
+        if isinstance(config, dict):
+            parts = {
+                name: SimpleNamespace(**part) if isinstance(part, dict) else part
+                for name, part in config.items()
+            }
+            on_cpu = "cpu" in str(config.get("device_config"))
+            refusal = vllm_refusal(SimpleNamespace(**parts), on_cpu=on_cpu)
+            if refusal:
+                advice = "nothing was touched"
+                raise EngineError(self.address, "server_info", status, refusal, advice)
+            if config.get("speculative_config"):
+                await self._note_drafts(timeout)
+
     async def prepare(self, bus: str, timeout: float) -> bool:
         """Make each rank attach to the weights of a bus."""
         await self.ask(
@@ -67,18 +91,20 @@ class VllmServer(InferenceServer):
             body={"init_info": {"bus": bus, "server": row_name(self.address)}},
             advice=_BACKEND,
         )
-        if self._drafts is None:
-            self._drafts = await self._has_drafts(timeout)
-            self.caution = DRAFTS.format("speculative_config") if self._drafts else ""
+        await self._note_drafts(timeout)
         return True
 
-    async def _has_drafts(self, timeout: float) -> bool:
-        """Ask whether a draft model with own weights proposes tokens."""
+    async def _note_drafts(self, timeout: float) -> None:
+        """Ask, once, whether a draft model with own weights proposes tokens."""
+        if self._drafts is not None:
+            return
         status, text = await self.call(
             "drafts", "POST", "/collective_rpc", timeout,
             body={"method": "supports_draft_weight_updates"}, advice=AGAIN,
         )  # fmt: skip
-        return status == 200 and True in self._object("drafts", text, AGAIN).get("results", [])
+        said = self._object("drafts", text, AGAIN) if status == 200 else {}
+        self._drafts = True in said.get("results", [])
+        self.caution = DRAFTS.format("speculative_config") if self._drafts else ""
 
     async def attach(self, bus: str, timeout: float) -> bool:
         """Return True: `prepare` has attached. The fleet calls this, not a user."""

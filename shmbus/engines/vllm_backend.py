@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.worker.worker_base import WorkerBase
 
 from shmbus.engines import rank_check
-from shmbus.engines.planned import PlannedLoader
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.engines.state_kinds import vllm_refusal
 from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.errors import ShmbusError

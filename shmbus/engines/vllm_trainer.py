@@ -41,7 +41,7 @@ from shmbus.weights import (
 )
 from shmbus.weights.publisher import PUBLISH_TIMEOUT_S
 from shmbus.weights.sharded_source import ExportedSource
-from shmbus.weights.source import EvenShares, dtype_name
+from shmbus.weights.weight_source import EvenShares, dtype_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,15 +11,11 @@ import ctypes
 import os
 import socket
 import sys
-from typing import TYPE_CHECKING
 
 import shmbus
 from shmbus.cli._options import Commands, bus_name, require_extra, seconds, whole
-from shmbus.http.options import add_server_options, allow_connections, read_token
+from shmbus.http.options import add_server_options, allow_connections, read_token, settings_of
 from shmbus.segment.names import companion_name
-
-if TYPE_CHECKING:
-    from shmbus.gateway.settings import Settings
 
 #: Parameters of glibc's mallopt.
 _M_TRIM_THRESHOLD = -1
@@ -64,6 +60,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--hold",
+        dest="hold_s",
         metavar="SECONDS",
         type=seconds(),
         default=240.0,
@@ -78,28 +75,9 @@ def add_parser(commands: Commands) -> None:
         help="batches that come again when the trainer dies (default 1: the last one)",
     )
     # For `shmbus serve --http`: groups come from the daemon, and the gateway ends with the daemon.
-    parser.add_argument("--daemon", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--daemon", action="store_const", const=True, help=argparse.SUPPRESS)
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
-
-
-def _settings(arguments: argparse.Namespace) -> Settings:
-    from shmbus.gateway.settings import Settings
-
-    host, port = arguments.http
-    return Settings(
-        bus=arguments.name,
-        host=host,
-        port=port,
-        token=read_token(arguments.token_file, "SHMBUS_GATEWAY_TOKEN"),
-        body_limit=arguments.body_limit << 20,
-        memory=arguments.memory << 20,
-        hold_s=arguments.hold,
-        keep_batches=arguments.keep_batches,
-        daemon=True if arguments.daemon else None,
-        log_format=arguments.log_format,
-        log_level=arguments.log_level,
-    )
 
 
 def _keep_memory(spare_bytes: int, own_bytes: int) -> None:
@@ -115,10 +93,11 @@ def run(arguments: argparse.Namespace) -> int:
     require_extra("gateway", "aiohttp")
     from shmbus.daemon import logs
     from shmbus.gateway.server import serve
-    from shmbus.gateway.settings import OWN_BYTES, SPARE_BYTES
+    from shmbus.gateway.settings import OWN_BYTES, SPARE_BYTES, Settings
     from shmbus.http.server import AddressError
 
-    settings = _settings(arguments)
+    token = read_token(arguments.token_file, "SHMBUS_GATEWAY_TOKEN")
+    settings = settings_of(Settings, arguments, bus=arguments.name, token=token)
     logs.set_up(settings.log_format, settings.log_level)
     try:
         created = arguments.create is not None and _create(arguments.name, arguments.create)

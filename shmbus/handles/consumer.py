@@ -367,6 +367,9 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     # Errors name the public method.
     _take.__qualname__ = "Consumer.take"
 
+    #: In C (shmbus_ext/python/read/take.c), with the documentation of shmbus_ext/_public.pyi.
+    take = _core.ConsumerBase.take
+
     def take_shard(
         self,
         *,

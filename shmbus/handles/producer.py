@@ -266,6 +266,12 @@ class Producer(_core.Writer, ClosedByAnyWith):
 
     # -- putting -----------------------------------------------------------------------------------
 
+    #: In C from end to end (shmbus_ext/python/put/writer_object.c, put_many.c), with the
+    #: documentation of shmbus_ext/_public_put.pyi.
+    put = _core.Writer.put
+    put_many = _core.Writer.put_many
+    cancelled = _core.Writer.cancelled
+
     async def aput(
         self,
         instance_id: str | int,
@@ -507,7 +513,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
             the dtype. Their content starts uninitialised.
             ``slot.resize(name, n)`` cuts the first dimension to the written length.
         score : float or None, default 0.0
-            The reward, finite; ``slot.score = ...`` sets it later. None, as for `put`.
+            The reward, within 1e38; ``slot.score = ...`` sets it later. None, as for `put`.
         policy_version : int or tuple of (int, int), default 0
             As for `put`; ``slot.policy_version = ...`` sets it later.
         meta : object, optional

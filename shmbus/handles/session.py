@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmbus import errors
+from shmbus.base import limits
 from shmbus.base.arguments import check_timeout
 from shmbus.data.sample_rows import PREFIX
 from shmbus.segment.recorder_files import RecorderNote, read_recorders
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("shmbus.session")
+
+#: Largest score of either sign that a put accepts.
+MOST_SCORE: Final = limits.MAX_SCORE
 
 #: Seconds for a recorder's answer: the recorder copies rows, and never waits.
 _ANSWER_S: Final = 60.0
@@ -128,6 +132,13 @@ class _Told(msgspec.Struct):
     #: True if no engine answered the last call.
     no_engine: bool = False
 
+
+# Built at import: msgspec builds the tables of a type at the first use, and the process crashes if
+# two threads of a worker meet there.
+_SAMPLES: Final = msgspec.msgpack.Decoder(PackedSample)
+_OPENED, _ANSWERS, _TOLD = (
+    msgspec.json.Decoder(Opened), msgspec.json.Decoder(_Answer), msgspec.json.Decoder(_Told)
+)  # fmt: skip
 
 #: Ends without the sample's fault: the sample is requested again without a retry.
 _NOT_ITS_FAULT: Final = frozenset({"engine", "recorder_ended", "unknown_session"})
@@ -238,8 +249,8 @@ class Session:
             As for `put`; the session goes on, and may be finished again.
         """
         self._require_open(f"the score {score}")
-        if score is not None and not math.isfinite(score):
-            return self.fail(f"score: expected a finite number, got {score}")
+        if score is not None and not abs(score) <= MOST_SCORE:
+            return self.fail(f"score: expected a number within 1e38, got {score}")
         if self._packed is None:
             packed = self._take_rows()
             if packed is None:
@@ -349,7 +360,7 @@ class Session:
             logger.warning("%r[%d]: %s", self.request.instance_id, self.request.index, self.why)
             return None
         if status == 200:
-            return msgspec.msgpack.decode(body, type=PackedSample)
+            return _SAMPLES.decode(body)
         refused = _refusal(body)
         why = refused.reason or refused.message or f"the recorder answered {status}"
         if refused.code in _NOT_ITS_FAULT or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -371,7 +382,7 @@ class Session:
         """Return the recorder's status for the session, and a reason to release the sample."""
         try:
             status, body = _ask(self._url, "/session", self.api_key, None)
-            no_engine = status == HTTPStatus.OK and msgspec.json.decode(body, type=_Told).no_engine
+            no_engine = status == HTTPStatus.OK and _TOLD.decode(body).no_engine
         except OSError as error:
             return 0, f"the recorder does not answer: {error}"
         except msgspec.DecodeError as error:
@@ -438,7 +449,7 @@ def _rows_of(packed: PackedSample) -> list[dict[str, Any]]:
 
 def _refusal(body: bytes) -> _Refused:
     try:
-        return msgspec.json.decode(body, type=_Answer).error
+        return _ANSWERS.decode(body).error
     except msgspec.DecodeError:
         return _Refused(message=f"the recorder answered {body[:200]!r}")
 
@@ -462,7 +473,7 @@ def _open_somewhere(
                 said.append(f"{note.url}: {error}")
                 continue
             if status == 200:
-                return note.url, msgspec.json.decode(answer, type=Opened)
+                return note.url, _OPENED.decode(answer)
             said.append(f"{note.url}: {status}: {_refusal(answer).message}")
         if time.monotonic() >= deadline:
             raise errors.RecorderUnavailableError(

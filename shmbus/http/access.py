@@ -25,14 +25,14 @@ class Refusal(Exception):
         message: str,
         *,
         code: str = "refused",
-        headers: Mapping[str, str] = {},
+        headers: Mapping[str, str] | None = None,
         close: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
-        self.headers = headers
+        self.headers = headers or {}
         self.close = close
 
 

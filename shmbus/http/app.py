@@ -34,9 +34,6 @@ JSON: Final = {"Content-Type": "application/json"}
 #: Logged characters of a path, and of a refusal.
 _PATH_CHARS: Final = 200
 _REFUSAL_CHARS: Final = 400
-_BUS_GONE: Final = (
-    errors.BusRemovedError, errors.BusClosedError, errors.VersionUnknownError,
-)  # fmt: skip
 
 encode = msgspec.json.Encoder().encode
 
@@ -101,10 +98,12 @@ class App:
         if counts is not None:
             self._counts = counts
             self._routes["GET", "/metrics"] = Route(self._expose, True, open_metrics, polled=True)
+        self._routes |= {
+            ("HEAD", path): route for (_, path), route in self._routes.items() if route.reads
+        }
         self._methods: dict[str, list[str]] = {}
-        for (method, path), route in self._routes.items():
-            head = ["HEAD"] if route.reads else []
-            self._methods.setdefault(path, []).extend([method, *head])
+        for method, path in self._routes:
+            self._methods.setdefault(path, []).append(method)
         self.http = HttpServer(self._answer, **options)
 
     # -- a request ------------------------------------------------------------------------------
@@ -112,10 +111,7 @@ class App:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         began_s = time.monotonic()
         path = self._path_of(request)
-        name = path if path in self._methods else "other"
-        route = self._routes.get(("GET" if request.method == "HEAD" else request.method, path))
-        if route is not None and request.method == "HEAD" and not route.reads:
-            route = None
+        route = self._routes.get((request.method, path))
         status = sent = 0
         why = ""
         try:
@@ -128,33 +124,31 @@ class App:
                 if refusal.close:
                     response.force_close()
             except (ConnectionResetError, web.RequestPayloadError) as error:
-                self._metrics.note_undelivered(name)
+                self._metrics.note_undelivered(self._named(path))
                 connection_of(request).abort()
                 raise asyncio.CancelledError(str(error)) from error
             self._access.allow_origin(request, route, response)
             status, sent = response.status, response.content_length or response.body_length
             return response
         finally:
-            seconds = time.monotonic() - began_s
-            received = request.content.total_bytes
-            self._metrics.note(name, status, seconds, received, sent)
-            quiet = route is not None and route.polled and status == HTTPStatus.OK
-            level = logging.DEBUG if quiet else logging.INFO
+            seconds, received = time.monotonic() - began_s, request.content.total_bytes
+            self._metrics.note(self._named(path), status, seconds, received, sent)
+            polled = route is not None and route.polled and status == HTTPStatus.OK
+            level = logging.DEBUG if polled else logging.INFO
             if self._access_log.isEnabledFor(level):
                 shown = path[:_PATH_CHARS]
+                shown = shown if shown.isprintable() else ascii(shown)[1:-1]
                 extra = {
                     "status": status, "ms": round(seconds * 1e3, 2), "received": received,
                     "sent": sent, "peer": request.remote, "bus": self._bus,
                 }  # fmt: skip
                 if why:
                     extra["refused"] = printable(why[:_REFUSAL_CHARS])
-                self._access_log.log(
-                    level,
-                    "%s %s",
-                    request.method,
-                    shown if shown.isprintable() else ascii(shown)[1:-1],
-                    extra=extra,
-                )
+                self._access_log.log(level, "%s %s", request.method, shown, extra=extra)
+
+    def _named(self, path: str) -> str:
+        """Return a path's name in metrics: clients decide the number of other paths."""
+        return path if path in self._methods else "other"
 
     async def _guarded(
         self, request: web.BaseRequest, path: str, route: Route | None
@@ -165,8 +159,12 @@ class App:
             if route is not None:
                 return await route.answer(request)
             return self._unrouted(request, path)
-        except _BUS_GONE as error:
+        except (errors.BusRemovedError, errors.BusClosedError) as error:
             raise Refusal(self._gone_status, str(error), code="bus_removed") from error
+        except errors.VersionUnknownError as error:
+            raise Refusal(
+                HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="version_unknown"
+            ) from error
         except (Refusal, ConnectionResetError, web.RequestPayloadError):
             raise
         except Exception as error:

@@ -6,6 +6,26 @@ import argparse
 import contextlib
 import os
 import resource
+from typing import TypeVar
+
+import msgspec
+
+_SettingsT = TypeVar("_SettingsT", bound=msgspec.Struct)
+
+
+#: Settings that the command line gives in MiB.
+_IN_MIB = ("body_limit", "memory")
+
+
+def settings_of(
+    kind: type[_SettingsT], arguments: argparse.Namespace, **more: object
+) -> _SettingsT:
+    """Return settings with the values of the arguments of their names, and `more`."""
+    more["host"], more["port"] = arguments.http
+    for name, value in vars(arguments).items():
+        if name in kind.__struct_fields__:
+            more[name] = value << 20 if name in _IN_MIB else value
+    return kind(**more)
 
 
 def address(text: str) -> tuple[str, int]:

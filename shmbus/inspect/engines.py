@@ -12,8 +12,8 @@ import msgspec
 from shmbus import errors
 from shmbus.base.format import printable
 from shmbus.data.status_types import EngineStatus
+from shmbus.pool.pool_status import PoolStatus, read_pool
 from shmbus.pool.server_rows import WEIGHTS, row_name, server_versions
-from shmbus.pool.status import PoolStatus, read_pool
 from shmbus.segment.recorder_files import EngineNote, read_recorders
 
 

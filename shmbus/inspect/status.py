@@ -50,9 +50,9 @@ from shmbus.inspect.tables import (
 )
 from shmbus.inspect.undelivered import OpenGroups, count_undelivered, counters
 from shmbus.inspect.verdict import judge
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
+from shmbus.pool.pool_status import read_pool
 from shmbus.pool.server_rows import WEIGHTS
-from shmbus.pool.status import read_pool
 from shmbus.segment.names import check_name
 from shmbus_ext import _core
 

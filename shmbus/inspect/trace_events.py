@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from shmbus.data.status_types import BusEvent, BusStatus
 from shmbus.inspect.groups import Groups
-from shmbus.pool.status import PoolStatus
+from shmbus.pool.pool_status import PoolStatus
 
 #: An event, to be encoded as a JSON object.
 TraceEvent: TypeAlias = "dict[str, Any]"

@@ -13,11 +13,11 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.pool.lifecycle import PoolSpec, copy_bytes, create_pool, unlink_pool
-from shmbus.pool.patches import PatchRun, Piece, VersionPatch, has_patch, put_piece, same_bytes
-from shmbus.pool.publisher import PoolPublisher, VersionWrite, WhenHeld
+from shmbus.pool.patches import PatchRun, Piece, VersionPatch, put_piece
+from shmbus.pool.pool_file import PoolSpec, copy_bytes, create_pool, unlink_pool
+from shmbus.pool.pool_status import PoolStatus, RankStatus, ReaderStatus, SlotStatus, read_pool
 from shmbus.pool.reader import PoolReader, VersionLease
-from shmbus.pool.status import PoolStatus, RankStatus, ReaderStatus, SlotStatus, read_pool
+from shmbus.pool.slot_publisher import PoolPublisher, VersionWrite, WhenHeld
 
 __all__ = [
     "PatchRun",
@@ -35,9 +35,7 @@ __all__ = [
     "WhenHeld",
     "copy_bytes",
     "create_pool",
-    "has_patch",
     "put_piece",
     "read_pool",
-    "same_bytes",
     "unlink_pool",
 ]

@@ -13,14 +13,14 @@ from shmbus import errors
 from shmbus.base.arguments import check_bytes
 from shmbus.base.format import show_wait
 from shmbus.errors import BusBusyError, WaitTimeoutError
-from shmbus.pool.lifecycle import (
+from shmbus.pool.pool_file import (
     PoolSpec,
     create_handle,
     open_pool,
     pool_path,
     unlink_pool,
 )
-from shmbus.pool.status import status_of_pool
+from shmbus.pool.pool_status import status_of_pool
 from shmbus.segment.peer_wait import SLICE_S
 from shmbus_ext import _core
 

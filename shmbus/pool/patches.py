@@ -20,7 +20,7 @@ from shmbus.errors import DamagedError
 from shmbus_ext import _core
 
 if TYPE_CHECKING:
-    from shmbus.pool.publisher import VersionWrite
+    from shmbus.pool.slot_publisher import VersionWrite
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -89,28 +89,3 @@ def put_piece(write: VersionWrite, piece: Piece, source: Any) -> int | None:
         piece.width,
         source,
     )
-
-
-def has_patch(write: VersionWrite) -> bool:
-    """Return whether the version gets a patch (as written so far), or already ends with one."""
-    return _core.pool_patch_is_made(write.buffer)
-
-
-def same_bytes(one: Any, other: Any) -> bool:
-    """Compare two contiguous buffers, bit for bit."""
-    return _core.pool_same(one, other)
-
-
-def export_patch(lease: _core.PoolLease) -> tuple[int, bytes] | None:
-    """Return the base's sequence and the patch as bytes; None without a sound patch."""
-    return _core.pool_patch_bytes(lease)
-
-
-def take_patch(write: VersionWrite, exported: Any) -> bool:
-    """Write a version by a patch of another pool; False if its base differs."""
-    return _core.pool_patch_take(write.buffer, exported)
-
-
-def patched_crc(exported: Any, payload: Any) -> int | None:
-    """Return the checksum of all elements in an exported patch; None if the patch is invalid."""
-    return _core.pool_patch_crc(exported, payload)

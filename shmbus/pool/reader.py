@@ -20,9 +20,9 @@ from shmbus.base.arguments import check_int64, check_timeout, fit_text
 from shmbus.base.format import show_wait
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError
 from shmbus.pool.attaching import identity_of
-from shmbus.pool.lifecycle import open_pool, pool_path
 from shmbus.pool.patches import VersionPatch, find_patch
-from shmbus.pool.status import RESTARTED_CODE, status_of_pool
+from shmbus.pool.pool_file import open_pool, pool_path
+from shmbus.pool.pool_status import RESTARTED_CODE, status_of_pool
 from shmbus.segment.names import leads_to
 from shmbus.segment.peer_wait import SLICE_S, wait_for
 from shmbus_ext import _core

@@ -24,9 +24,8 @@ import msgspec
 
 from shmbus.errors import BusNotFoundError, LayoutMismatchError, ShmbusError, VersionUnknownError
 from shmbus.pool.attaching import identity_of
-from shmbus.pool.lifecycle import open_pool, pool_path
-from shmbus.pool.reader import PoolReader
-from shmbus.pool.status import (
+from shmbus.pool.pool_file import open_pool, pool_path
+from shmbus.pool.pool_status import (
     ARRIVED_CODE,
     LOADING_CODE,
     PoolStatus,
@@ -34,6 +33,7 @@ from shmbus.pool.status import (
     read_pool,
     status_of_pool,
 )
+from shmbus.pool.reader import PoolReader
 from shmbus.segment.names import leads_to
 from shmbus_ext import _core
 
@@ -258,8 +258,11 @@ class ServerRows:
         self._pool = self._identity = None
 
     def version_of(self, address: str, trainers: int) -> int:
-        """Return the oldest version of a server's ranks, or raise VersionUnknownError."""
-        server = self.read(trainers).get(row_name(engine_address(address)))
+        """Return the oldest version of a server's ranks now, or raise VersionUnknownError.
+
+        Rows of a moment ago may name the version before an update that an answer met.
+        """
+        server = self.read(trainers, afresh=True).get(row_name(engine_address(address)))
         if server is None:
             if trainers == 0:
                 return 0

@@ -11,7 +11,7 @@ import os
 from urllib.parse import urlsplit
 
 from shmbus.cli._options import Commands, bus_name, require_extra, seconds, whole
-from shmbus.http.options import add_server_options, allow_connections, read_token
+from shmbus.http.options import add_server_options, allow_connections, read_token, settings_of
 from shmbus.pool.server_rows import engine_address
 from shmbus.recorder.sampling import OPTIONS
 
@@ -38,7 +38,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     parser.add_argument(
-        "--engine", metavar="URL", type=_engine, action="append", required=True,
+        "--engine", dest="engines", metavar="URL", type=_engine, action="append", required=True,
         help="a vLLM or SGLang server, such as http://127.0.0.1:8000; may be given several times",
     )  # fmt: skip
     add_server_options(parser, 8080, "warning", "opens sessions")
@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
         "trainer has another version than 0",
     )  # fmt: skip
     parser.add_argument(
-        "--routed-experts", metavar="LAYERSxTOPK", type=_experts,
+        "--routed-experts", dest="experts", metavar="LAYERSxTOPK", type=_experts,
         help="record the experts of each token too, such as 48x8",
     )  # fmt: skip
     policy = parser.add_mutually_exclusive_group()
@@ -88,7 +88,7 @@ def add_parser(commands: Commands) -> None:
         help="most tokens in all rows of a session (default 1048576)",
     )  # fmt: skip
     parser.add_argument(
-        "--idle", metavar="SECONDS", type=seconds(), default=600.0,
+        "--idle", dest="idle_s", metavar="SECONDS", type=seconds(), default=600.0,
         help="seconds without a call until a session opened over HTTP fails (default 600)",
     )  # fmt: skip
     parser.add_argument(
@@ -146,28 +146,12 @@ def run(arguments: argparse.Namespace) -> int:
     from shmbus.recorder.server import serve
     from shmbus.recorder.settings import Settings
 
-    host, port = arguments.http
-    settings = Settings(
+    settings = settings_of(
+        Settings,
+        arguments,
         bus=arguments.name,
-        engines=tuple(arguments.engine),
-        host=host,
-        port=port,
         token=read_token(arguments.token_file, "SHMBUS_PROXY_TOKEN"),
         engine_key=os.environ.get("SHMBUS_ENGINE_KEY"),
-        body_limit=arguments.body_limit << 20,
-        memory=arguments.memory << 20,
-        sessions=arguments.sessions,
-        calls=arguments.calls,
-        tokens=arguments.tokens,
-        idle_s=arguments.idle,
-        max_lag=arguments.max_lag,
-        assume_trainer_version=arguments.assume_trainer_version,
-        experts=arguments.routed_experts,
-        force_sampling=arguments.force_sampling,
-        require_sampling=arguments.require_sampling,
-        train_grammar=arguments.train_grammar,
-        log_format=arguments.log_format,
-        log_level=arguments.log_level,
     )
     logs.set_up(settings.log_format, settings.log_level)
     allow_connections()

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from typing import Any, Final, Literal
 
 import aiohttp
@@ -70,7 +70,7 @@ class Engine:
 class Engines:
     """The engines of a recorder."""
 
-    def __init__(self, urls: tuple[str, ...], key: str | None) -> None:
+    def __init__(self, urls: Iterable[str], key: str | None) -> None:
         self.all = [Engine(url) for url in dict.fromkeys(urls)]
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         #: Pooled connections of calls; connections for one request, of probes and retries.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import AsyncIterator
@@ -23,7 +22,7 @@ from aiohttp import web
 
 import shmbus
 from shmbus.data.prompts import Ticket
-from shmbus.handles.session import PackedArray, PackedRow, PackedSample
+from shmbus.handles.session import MOST_SCORE, PackedArray, PackedRow, PackedSample
 from shmbus.http.bodies import BodyReader
 from shmbus.recorder import settings as limits
 from shmbus.recorder.calls import Calls
@@ -309,11 +308,13 @@ class Recorder:
             )
         status = _status_of_score(score)
         if status is not HTTPStatus.OK:
-            self.fail(session, "bad_score", f"score: expected a finite number, got {score!r:.80}")
+            self.fail(
+                session, "bad_score", f"score: expected a number within 1e38, got {score!r:.80}"
+            )
             raise CallRefusal(
                 status,
                 "bad_score",
-                f"score: expected a finite number, got {score!r:.80}; the sample has failed",
+                f"score: expected a number within 1e38, got {score!r:.80}; the sample has failed",
             )
         if session.putting is not None and session.score != score:
             raise CallRefusal(
@@ -377,10 +378,10 @@ class Recorder:
 
 
 def _status_of_score(score: object) -> HTTPStatus:
-    """Return 200 for a finite score."""
+    """Return 200 for a score that a put accepts."""
     if isinstance(score, bool) or not isinstance(score, (int, float)):
         return HTTPStatus.UNPROCESSABLE_ENTITY
     try:
-        return HTTPStatus.OK if math.isfinite(score) else HTTPStatus.UNPROCESSABLE_ENTITY
+        return HTTPStatus.OK if abs(float(score)) <= MOST_SCORE else HTTPStatus.UNPROCESSABLE_ENTITY
     except OverflowError:  # an int beyond every float
         return HTTPStatus.BAD_REQUEST

@@ -38,7 +38,7 @@ class CallRefusal(Refusal):
         retry_after_s: int | None = None,
         close: bool = False,
     ) -> None:
-        headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
         super().__init__(status, message, code=code, headers=headers, close=close)
         self.reason = reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -66,7 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a recorder for one bus."""
 
     bus: str
-    engines: tuple[str, ...]
+    engines: Sequence[str]
     host: str = "127.0.0.1"
     port: int = 8080
     #: Secret for opening sessions; None for open access.

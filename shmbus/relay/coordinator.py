@@ -41,7 +41,7 @@ from shmbus.relay.messages import (
     is_of,
     unpack_heads,
 )
-from shmbus.relay.retries import RetryRequests
+from shmbus.relay.retry_rows import RetryRequests
 from shmbus.relay.splits import Splits
 from shmbus.stash.failures import FailingGroup
 from shmbus.stash.stash import Stash, StashPolicy

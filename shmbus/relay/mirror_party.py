@@ -22,9 +22,8 @@ from typing import Any, Final, NamedTuple
 from shmbus import errors
 from shmbus.inspect import leftovers
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, copy_bytes
-from shmbus.pool.lifecycle import pool_path
-from shmbus.pool.patches import patched_crc, take_patch
-from shmbus.pool.status import ReaderStatus, status_of_pool
+from shmbus.pool.pool_file import pool_path
+from shmbus.pool.pool_status import ReaderStatus, status_of_pool
 from shmbus.relay.distribution import count_pieces
 from shmbus.relay.messages import (
     EngineRow,
@@ -457,8 +456,9 @@ class MirrorParty:
             if incoming.write is None and not self._find_slot(now_s):
                 return
             assert incoming.write is not None
-            good = take_patch(incoming.write, incoming.room)
-            good = good and patched_crc(incoming.room, incoming.write.buffer) == incoming.digest
+            pool, room = incoming.write.buffer, incoming.room
+            good = _core.pool_patch_take(pool, room)
+            good = good and _core.pool_patch_crc(room, pool) == incoming.digest
         else:
             assert incoming.write is not None
             good = digest_of(incoming.crcs) == incoming.digest

@@ -37,7 +37,7 @@ from shmbus.relay.messages import (
 from shmbus.relay.party import Mailbox
 from shmbus.relay.prompt_lanes import NodePrompts
 from shmbus.relay.record_reader import RecordReader, reason_of
-from shmbus.relay.retries import RetryRows
+from shmbus.relay.retry_rows import RetryRows
 from shmbus.relay.splits import labels_of
 from shmbus.segment import lifecycle
 from shmbus_ext import _core

@@ -18,8 +18,7 @@ import msgspec
 
 from shmbus import errors
 from shmbus.pool import PoolReader, VersionLease
-from shmbus.pool.patches import export_patch, patched_crc
-from shmbus.pool.status import ARRIVED_CODE, RESTARTED_CODE
+from shmbus.pool.pool_status import ARRIVED_CODE, RESTARTED_CODE
 from shmbus.relay.distribution import PIECE_BYTES, SILENT_S, Distribution, Hop, count_pieces
 from shmbus.relay.messages import (
     Envelope,
@@ -60,7 +59,7 @@ class _Version:
         self.whole = Transfer(pool, lease.sequence, 0)
         self.version, self.size, self.text = lease.version, lease.size, lease.text
         self.digests, self.meta = lease.digests > 0, lease.meta()
-        exported = export_patch(lease.buffer)
+        exported = _core.pool_patch_bytes(lease.buffer)
         base, self.patch = exported or (0, b"")
         if not 0 < len(self.patch) < self.size:
             base, self.patch = 0, b""
@@ -109,7 +108,7 @@ class _Version:
     def _digest_of_patch(self) -> int:
         if self._patch_digest is None:
             assert self.lease is not None, "it is computed before the lease is let go"
-            found = patched_crc(self.patch, self.lease.buffer)
+            found = _core.pool_patch_crc(self.patch, self.lease.buffer)
             assert found is not None, "the core made it"
             self._patch_digest = found
         return self._patch_digest

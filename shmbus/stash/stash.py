@@ -35,7 +35,7 @@ import msgspec
 
 from shmbus import errors
 from shmbus.base import limits
-from shmbus.batch.equal_scores import are_equal
+from shmbus.batch.scores import are_equal
 from shmbus.batch.token_versions import is_stale
 from shmbus.data.keys import has_round, split_of
 from shmbus.stash.failures import FailingGroup, Failures, Reported, Request

@@ -14,10 +14,10 @@ from shmbus.channel import (
     StepSkippedError,
 )
 from shmbus.tensors.agreement import SpecMismatchError
+from shmbus.tensors.carrier_types import CudaCarrier, HostCarrier, MemfdCarrier
 from shmbus.tensors.channel import TensorChannel
-from shmbus.tensors.config import CudaCarrier, HostCarrier, MemfdCarrier
-from shmbus.tensors.receiver import StepItem, TensorReceiver
-from shmbus.tensors.sender import TensorSender
+from shmbus.tensors.tensor_receiver import StepItem, TensorReceiver
+from shmbus.tensors.tensor_sender import TensorSender
 
 __all__ = [
     "ChannelClosedError",

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from shmbus.base.arguments import check_int, is_text
+from shmbus.base.closing import ClosedForReason
 from shmbus.channel import ChannelError
 from shmbus.channel.endpoint import Endpoint
 from shmbus.errors import DamagedError
@@ -314,3 +315,26 @@ class Agreement:
             f"channel {self._endpoint.name!r}: {'; '.join(found)}. The sender states {sent}, the "
             f"receiver {expected}; no step passes: correct one side and start it again"
         )
+
+
+class TensorSide(ClosedForReason):
+    """Common part of a channel's sides."""
+
+    _channel: Endpoint
+
+    @property
+    def name(self) -> str:
+        """Return the channel's name."""
+        return self._channel.name
+
+    @property
+    def acked_step(self) -> int:
+        """Return the last step acknowledged by the receiver."""
+        return self._channel.acked_step
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the last acknowledged step, for a checkpoint."""
+        return {"acked_step": self.acked_step}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} over {self._channel!r}>"

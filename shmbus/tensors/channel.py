@@ -7,10 +7,10 @@ from typing import Any
 
 from shmbus.base.arguments import check_flag, known_device
 from shmbus.channel.sender import DEFAULT_TIMEOUT_S
-from shmbus.tensors.config import Carrier, choose_carrier
-from shmbus.tensors.group import ChannelGroup
-from shmbus.tensors.receiver import TensorReceiver
-from shmbus.tensors.sender import TensorSender
+from shmbus.tensors.carrier_types import Carrier, choose_carrier
+from shmbus.tensors.channel_group import ChannelGroup
+from shmbus.tensors.tensor_receiver import TensorReceiver
+from shmbus.tensors.tensor_sender import TensorSender
 
 
 class TensorChannel:

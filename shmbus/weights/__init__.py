@@ -18,6 +18,12 @@ Invariants:
 from __future__ import annotations
 
 from shmbus.errors import WeightsError
+from shmbus.weights.adapters import (
+    LoraFiles,
+    LoraVersion,
+    lora_source,
+    lora_state,
+)
 from shmbus.weights.bridge import attach_bridge
 from shmbus.weights.errors import (
     ManifestError,
@@ -25,20 +31,14 @@ from shmbus.weights.errors import (
     VersionOrderError,
 )
 from shmbus.weights.fp8 import Fp8BlockSource
-from shmbus.weights.lora import (
-    LoraFiles,
-    LoraVersion,
-    lora_source,
-    lora_state,
-)
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.megatron import MegatronLayout, megatron_shards
 from shmbus.weights.probe import probe_carriers
 from shmbus.weights.publisher import Publication, Published, WeightPublisher
 from shmbus.weights.sharded_source import ExportedSource, Shard, ShardedSource, module_shards
 from shmbus.weights.shared_model import SharedModel, attach_model, share_model
-from shmbus.weights.source import LocalPiece, ModuleSource, WeightSource
 from shmbus.weights.subscriber import Weights, WeightSubscriber
+from shmbus.weights.weight_source import LocalPiece, ModuleSource, WeightSource
 
 __all__ = [
     "ExportedSource",

@@ -27,8 +27,8 @@ from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import byte_view, count_writes, is_elsewhere
 from shmbus.weights.loading import Fit, Loading
 from shmbus.weights.manifest import Manifest, TensorPlace
-from shmbus.weights.patches import VersionChanges
-from shmbus.weights.source import dtype_name
+from shmbus.weights.patch_policy import VersionChanges
+from shmbus.weights.weight_source import dtype_name
 
 #: Tensors compared after a patch when a sample is requested.
 SAMPLED_TENSORS: Final = 4

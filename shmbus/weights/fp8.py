@@ -20,7 +20,7 @@ import torch
 
 from shmbus.errors import WeightsError
 from shmbus.weights.manifest import ParamMeta, Slice
-from shmbus.weights.source import LocalPiece, WeightSource, require_source
+from shmbus.weights.weight_source import LocalPiece, WeightSource, require_source
 
 #: Elements of a block's side.
 BLOCK: Final = 128

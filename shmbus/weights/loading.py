@@ -20,7 +20,7 @@ from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import has_memory, is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, require_slices, view_of
-from shmbus.weights.source import dtype_name, local_part
+from shmbus.weights.weight_source import dtype_name, local_part
 
 #: Target of `load_into`: a module, or tensors by name.
 Targets = torch.nn.Module | Mapping[str, torch.Tensor]

@@ -18,13 +18,13 @@ from shmbus.errors import DeviceMismatchError, WeightsError
 from shmbus.segment.room import shortage, tightest
 from shmbus.tensors.device.arena import MemoryKind
 from shmbus.tensors.device.memory import refusals
-from shmbus.weights.carriers.base import Carrier
 from shmbus.weights.carriers.checkpoint import (
     checkpoint_problem,
     checkpoint_reader,
     checkpoint_writer,
 )
 from shmbus.weights.carriers.exported import ExportedWriter
+from shmbus.weights.carriers.interface import Carrier
 from shmbus.weights.carriers.pool_reader import PooledReader
 from shmbus.weights.carriers.pool_writer import PoolWriter, SlotWriter
 

@@ -33,13 +33,18 @@ from shmbus.base.arguments import (
 from shmbus.errors import ShmbusError, WaitTimeoutError
 from shmbus.pool import WhenHeld
 from shmbus.tensors.copy_table import prepare_copies
-from shmbus.weights.carriers.base import DEFAULT_SLOTS, VersionSink, WriterCarrier, WriterOptions
+from shmbus.weights.carriers.interface import (
+    DEFAULT_SLOTS,
+    VersionSink,
+    WriterCarrier,
+    WriterOptions,
+)
 from shmbus.weights.errors import ManifestError, VersionOrderError
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patches import patch_share
+from shmbus.weights.patch_policy import patch_share
 from shmbus.weights.probe import CARRIERS, choose
 from shmbus.weights.rounding import loses_bits, overflows, require_range, round_stochastically
-from shmbus.weights.source import LocalPiece, WeightSource, require_source
+from shmbus.weights.weight_source import LocalPiece, WeightSource, require_source
 
 logger = logging.getLogger(__name__)
 

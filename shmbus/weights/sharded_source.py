@@ -22,7 +22,13 @@ from shmbus.tensors.views import is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.rounding import ROUNDINGS, Rounding
-from shmbus.weights.source import EvenShares, LocalPiece, WeightSource, dtype_name, local_part
+from shmbus.weights.weight_source import (
+    EvenShares,
+    LocalPiece,
+    WeightSource,
+    dtype_name,
+    local_part,
+)
 
 #: Exchange of a message: from this rank's bytes to every rank's, in rank order.
 Exchange: TypeAlias = Callable[[bytes], Sequence[bytes]]

@@ -72,7 +72,7 @@ from shmbus.tensors.views import (
 )
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, view_of
-from shmbus.weights.shared_file import (
+from shmbus.weights.single_copy import (
     HEADER,
     HEADER_BYTES,
     KIND,
@@ -81,7 +81,7 @@ from shmbus.weights.shared_file import (
     SharedFile,
     open_file,
 )
-from shmbus.weights.source import ModuleSource
+from shmbus.weights.weight_source import ModuleSource
 
 #: Locked bytes of the file; their content does not matter.
 _GATE: Final = 0

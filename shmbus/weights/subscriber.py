@@ -31,7 +31,7 @@ from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.tensors.copy_table import Pair, prepare_copies
 from shmbus.tensors.views import count_writes, is_sharded
-from shmbus.weights.carriers.base import CarriedVersion, ReaderCarrier, ReaderOptions
+from shmbus.weights.carriers.interface import CarriedVersion, ReaderCarrier, ReaderOptions
 from shmbus.weights.errors import (
     LOAD_CODE,
     MANIFEST_CODE,
@@ -51,7 +51,7 @@ from shmbus.weights.loading import (
     targets_of,
 )
 from shmbus.weights.manifest import Slice, require_slices, view_of
-from shmbus.weights.patches import VersionChanges
+from shmbus.weights.patch_policy import VersionChanges
 from shmbus.weights.probe import CARRIERS, choose
 
 Verify: TypeAlias = Literal["off", "sample", "all"]

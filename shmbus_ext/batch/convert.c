@@ -130,6 +130,9 @@ static inline __attribute__((always_inline)) uint32_t no_logprob(uint32_t bits) 
            (uint32_t)((int32_t)bits > MAX_LOGPROB_BITS);
 }
 
+/* Bits that a flag, 0 or 1, lacks. */
+#define NO_FLAG_BITS 0xfeu
+
 static inline __attribute__((always_inline)) uint32_t
 gather_strip(const struct plain_tokens *of, uint64_t at, uint64_t n) {
     const uint8_t *restrict mask = of->mask + at;
@@ -140,7 +143,8 @@ gather_strip(const struct plain_tokens *of, uint64_t at, uint64_t n) {
     uint8_t *restrict to_mask = of->to_mask + at;
     float *restrict to_logprobs = of->to_logprobs + at;
     float *restrict to_advantages = of->to_advantages + at;
-    uint32_t not_finite = 0;
+    uint32_t wrong = 0;
+    uint8_t masks = 0;
     for (uint64_t i = 0; i < n; i++) {
         int32_t token;
         memcpy(&token, tokens + i * sizeof token, sizeof token);
@@ -150,29 +154,30 @@ gather_strip(const struct plain_tokens *of, uint64_t at, uint64_t n) {
         to_positions[i] = of->first + (int64_t)(at + i);
     }
     for (uint64_t i = 0; i < n; i++) {
+        masks |= mask[i];
         to_mask[i] = mask[i] != 0;
     }
     for (uint64_t i = 0; i < n; i++) {
         uint32_t bits;
         memcpy(&bits, logprobs + i * sizeof bits, sizeof bits);
         bits = mask[i] != 0 ? bits : 0;
-        not_finite |= no_logprob(bits);
+        wrong |= no_logprob(bits);
         memcpy(&to_logprobs[i], &bits, sizeof bits);
     }
     for (uint64_t i = 0; i < n; i++) {
         to_advantages[i] = of->advantage;
     }
-    return not_finite;
+    return wrong | (masks & NO_FLAG_BITS);
 }
 
 WIDEST bool gather_plain(const struct plain_tokens *these, uint64_t n) {
     const struct plain_tokens of = *these; /* local copy: no store to a column changes the struct */
-    uint32_t not_finite = 0;
+    uint32_t wrong = 0;
     uint64_t at = 0;
     for (; at + STRIP <= n; at += STRIP) {
-        not_finite |= gather_strip(&of, at, STRIP);
+        wrong |= gather_strip(&of, at, STRIP);
     }
-    return (not_finite | gather_strip(&of, at, n - at)) == 0;
+    return (wrong | gather_strip(&of, at, n - at)) == 0;
 }
 
 WIDEST static bool any_beyond_i64(const uint64_t *values, uint64_t n) {
@@ -204,17 +209,6 @@ WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
     return found != 0;
 }
 
-/* The index of the first element that fails the check; n if no element fails. */
-#define FIRST_OF(name, type, any)                                                                \
-    uint64_t name(const type *values, uint64_t n) {                                              \
-        uint64_t at = any(values, n) ? 0 : n;                                                    \
-        while (at < n && !any(&values[at], 1)) {                                                 \
-            at++;                                                                                \
-        }                                                                                        \
-        return at;                                                                               \
-    }
-FIRST_OF(gather_find_not_finite, float, gather_any_not_finite)
-
 /* WRONG(value): zero for 0 and 1. In the element's own type, a vector holds the most elements. */
 #define FLAGS_OF(name, type, found_type, WRONG)                                                  \
     WIDEST static bool any_no_flag_##name(const type *values, uint64_t n) {                      \
@@ -223,9 +217,8 @@ FIRST_OF(gather_find_not_finite, float, gather_any_not_finite)
             found = (found_type)(found | WRONG(values[i]));                                      \
         }                                                                                        \
         return found != 0;                                                                       \
-    }                                                                                            \
-    static FIRST_OF(find_no_flag_##name, type, any_no_flag_##name)
-#define HIGH_BITS_8(value) ((uint8_t)((value) & 0xfeu))
+    }
+#define HIGH_BITS_8(value) ((uint8_t)((value) & NO_FLAG_BITS))
 #define HIGH_BITS_16(value) ((uint16_t)((value) & 0xfffeu))
 #define HIGH_BITS_32(value) ((value) & ~UINT32_C(1))
 #define HIGH_BITS_64(value) ((value) & ~UINT64_C(1))
@@ -237,29 +230,29 @@ FLAGS_OF(64, uint64_t, uint64_t, HIGH_BITS_64)
 FLAGS_OF(f32, float, uint32_t, NEITHER)
 FLAGS_OF(f64, double, uint32_t, NEITHER)
 
-uint64_t gather_find_no_flag(const void *values, enum element_kind kind, uint64_t n) {
+bool gather_any_no_flag(const void *values, enum element_kind kind, uint64_t n) {
     switch (kind) {
     case ELEMENT_BOOL:
     case ELEMENT_I8:
     case ELEMENT_U8:
-        return find_no_flag_8(values, n);
+        return any_no_flag_8(values, n);
     case ELEMENT_I16:
     case ELEMENT_U16:
-        return find_no_flag_16(values, n);
+        return any_no_flag_16(values, n);
     case ELEMENT_I32:
     case ELEMENT_U32:
-        return find_no_flag_32(values, n);
+        return any_no_flag_32(values, n);
     case ELEMENT_I64:
     case ELEMENT_U64:
-        return find_no_flag_64(values, n);
+        return any_no_flag_64(values, n);
     case ELEMENT_F32:
-        return find_no_flag_f32(values, n);
+        return any_no_flag_f32(values, n);
     case ELEMENT_F64:
-        return find_no_flag_f64(values, n);
+        return any_no_flag_f64(values, n);
     case ELEMENT_OTHER:
         break;
     }
-    return n;
+    return true;
 }
 
 WIDEST bool gather_any_no_logprob(const float *values, uint64_t n) {

@@ -39,7 +39,8 @@ struct plain_tokens {
     int64_t first; /* position */
     float advantage;
 };
-/* Returns true if every logprob after the mask is finite and within the bound. */
+/* Returns true if the mask holds 0 and 1, and every logprob under the mask is finite and within the
+ * bound. */
 bool gather_plain(const struct plain_tokens *these, uint64_t n);
 
 /* first, first + 1, ... */
@@ -52,10 +53,8 @@ void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n);
 uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n);
 
 bool gather_any_not_finite(const float *values, uint64_t n);
-/* The index of the first NaN or infinity; n if every value is finite. */
-uint64_t gather_find_not_finite(const float *values, uint64_t n);
-/* The index of the first value other than 0 and 1; n without such a value. */
-uint64_t gather_find_no_flag(const void *values, enum element_kind kind, uint64_t n);
+/* Returns true if a value differs from 0 and 1. */
+bool gather_any_no_flag(const void *values, enum element_kind kind, uint64_t n);
 /* Rounding may lift a logprob above 0, though not this far. */
 #define MAX_LOGPROB 0x1p-10f
 /* Returns true if a value is infinite, NaN or above the bound. */

@@ -59,6 +59,7 @@ static bool add_types(PyObject *module) {
         {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},
         {"ClosedByBlock", &ClosedByBlockType},
         {"DeclaredSchema", &DeclaredSchemaType}, {"GatherThreads", &GatherThreadsType},
+        {"PackPlan", &PackPlanType},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
@@ -108,10 +109,11 @@ static const struct named_value constants[] = {
 
 static bool add_constants(PyObject *module) {
     const struct named_value *const tables[] = {
-        constants,                 py_waits_constants,
+        constants,                 py_advantages_constants,
+        py_waits_constants,
         py_channel_constants,      py_companion_constants,
         py_delivery_constants,     py_export_constants,
-        py_extra_fields_constants, py_gather_plan_constants,
+        py_extra_fields_constants, py_kernel_table_constants,
         py_group_table_constants,  py_inspect_constants,
         py_pool_constants,         py_relay_constants,
         py_request_constants,      py_retry_constants,
@@ -129,15 +131,15 @@ static bool add_constants(PyObject *module) {
 
 static bool add_functions(PyObject *module) {
     PyMethodDef *const tables[] = {
-        py_arrays_functions,           py_waits_functions,
+        py_advantages_functions,       py_arrays_functions,
+        py_waits_functions,
         py_channel_messages_functions, py_client_lease_functions,
         py_convert_functions,          py_declared_functions,
         py_delivery_functions,         py_end_lease_functions,
-        py_export_functions,           py_extra_fields_functions,
-        py_gather_plan_functions,      py_group_functions,
+        py_export_functions,
         py_hooks_functions,            py_import_functions,
         py_inspect_functions,          py_origin_head_functions,
-        py_pack_functions,             py_pool_lease_functions,
+        py_pool_lease_functions,
         py_pool_patch_functions,       py_pool_rows_functions,
         py_relay_functions,            py_request_functions,
         py_retry_functions,            py_splits_functions,
@@ -154,7 +156,8 @@ static bool add_functions(PyObject *module) {
 static bool add_objects(PyObject *module) {
     bool (*const add[])(PyObject *) = {
         py_inspect_add_objects,      py_group_add_objects,
-        py_client_lease_add_objects, py_gather_plan_add_objects,
+        py_client_lease_add_objects, py_kernel_table_add_objects,
+        py_plan_add_objects,         py_advantages_add_objects,
         py_delivery_add_objects,     py_waits_add_objects,
         py_splits_add_objects,       py_plan_fields_add_constants,
         py_arguments_add_constants,  py_gather_threads_add_constants,

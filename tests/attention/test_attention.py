@@ -487,7 +487,6 @@ def native_runs(window: tuple[int, int], longest: tuple[int, int]) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

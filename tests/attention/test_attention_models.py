@@ -228,7 +228,6 @@ def test_queries_and_keys_of_any_lengths_share_two_graphs(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
 @pytest.mark.parametrize("window", [*WINDOWS, (8, 0)], ids=str)
@@ -257,7 +256,6 @@ def test_on_a_gpu_batches_of_any_lengths_share_two_graphs(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_on_a_gpu_it_compiles_without_a_graph_break_or_a_warning(backend: Any, seed: int) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

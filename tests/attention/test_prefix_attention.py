@@ -14,7 +14,6 @@ from trainer_adapter.batches import prefix_tree
 from trainer_adapter.batches.prefix_tree import PrefixTree, share_prefixes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def random_sequences(rng: np.random.Generator, longest: int) -> list[list[np.ndarray[Any, Any]]]:
@@ -213,10 +212,10 @@ def test_where_flex_attention_cannot_be_compiled_it_goes_by_paths_and_says_so_on
         prefix_attention(*given, tree, enable_gqa=True, backend="flex")
 
 
-@needs_gpu
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("window", [-1, 100])
 @pytest.mark.parametrize("backend", ["flex", "native", "sdpa"])
+@pytest.mark.gpu
 def test_a_gpu_gives_the_same_by_each_backend(seed: int, backend: Any, window: int) -> None:
     rng = np.random.default_rng(seed)
     dtype = torch.bfloat16

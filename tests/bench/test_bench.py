@@ -162,10 +162,20 @@ def test_one_run_measures_what_was_asked_for_and_writes_it(spawn: Spawner, tmp_p
 @pytest.mark.slow
 def test_each_further_row_can_be_measured(spawn: Spawner) -> None:
     arguments = ["--tiny"]
-    for name in ("memcpy", "hop-256", "packed-cold", "requests", "idle", "daemon-idle"):
+    for name in ("memcpy", "hop-256", "packed-cold", "requests", "*idle", "daemon-wake"):
         arguments += ["--only", name]
-    arguments += ["--only", "daemon-wake"]
     assert "skipped" not in spawn.module("bench", *arguments, env=PATH).finish(DEADLINE_S)
+
+
+def test_a_pattern_of_rows_and_a_program_share_a_table_and_a_file(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    output = tmp_path / "figures.json"
+    names = ["--only", "*mem*", "--only", "weights"]
+    spawn.module("bench", "--tiny", *names, "--output", output, env=PATH).finish(DEADLINE_S)
+    rows = [Row.from_json(each) for each in json.loads(output.read_text())["rows"]]
+    found = {row.name.partition("-")[0]: row.skipped for row in rows}
+    assert found == {"memcpy": "", "weights": ""}
 
 
 @pytest.mark.slow
@@ -192,6 +202,7 @@ def test_each_program_measures_and_writes_rows(
     ("main", "arguments", "says"),
     [
         (suite.main, ["--only", "nothing"], "--only"),
+        (suite.main, ["--only", "hop-*x"], "expected one of memcpy, "),
         (suite.main, ["--capacity", "1"], "--capacity: expected 4096 bytes to"),
         (suite.main, ["--output", "no/such/place.json"], "directory that can be written"),
         (suite.main, ["--output", "."], "directory that can be written"),

@@ -29,7 +29,6 @@ QUEUE = "multiprocessing.Queue"
 
 
 def installed(name: str) -> ModuleType:
-    """The module of a contender, if it can run here."""
     found = module(name)
     try:
         contest_run.versions(found.CONTENDER)

@@ -21,7 +21,7 @@ from shmbus.tensors import (
     StepSkippedError,
     TensorChannel,
 )
-from shmbus.tensors.group import ChannelGroup, GroupReceiver, GroupSender
+from shmbus.tensors.channel_group import ChannelGroup, GroupReceiver, GroupSender
 
 SPECS = {"x": ("int64", (None,))}
 

@@ -29,12 +29,9 @@ from shmbus.tensors import (
     TensorReceiver,
     TensorSender,
 )
-from shmbus.tensors.sender import ExportedWriter
+from shmbus.tensors.tensor_sender import ExportedWriter
 
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+GPU = pytest.mark.gpu
 TWO_GPUS = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),

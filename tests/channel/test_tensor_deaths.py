@@ -19,8 +19,8 @@ from fork_server import TEMPLATE
 
 from shmbus import PeerGoneError, WaitTimeoutError
 from shmbus.tensors import ChannelClosedError, TensorChannel
-from shmbus.tensors import receiver as receiving
-from shmbus.tensors import sender as sending
+from shmbus.tensors import tensor_receiver as receiving
+from shmbus.tensors import tensor_sender as sending
 
 SPECS = {"hidden": ("float32", (4, 8)), "ids": ("int64", (4,))}
 # Far beyond what a test waits: only the other side's message or death can end a wait in time.

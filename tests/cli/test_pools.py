@@ -12,8 +12,8 @@ from operators import cli
 
 import shmbus
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, unlink_pool
-from shmbus.pool.lifecycle import pool_path
-from shmbus.pool.status import find_pools
+from shmbus.pool.pool_file import pool_path
+from shmbus.pool.pool_status import find_pools
 
 TRAINER = """
 import sys, time

@@ -8,7 +8,7 @@ from pathlib import Path
 from operators import cli
 
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 
 
 def test_versions_ranks_and_readers_are_shown(bus_name: str) -> None:

@@ -198,7 +198,6 @@ def test_a_view_stays_what_it_is_after_ack_close_and_the_end_of_the_daemon(
 
 
 def take_exactly(consumer: Consumer, count: int) -> list[Group]:
-    """So many groups, by as many calls of take as that needs."""
     groups: list[Group] = []
 
     def all_there() -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, Spawner, next_request, two_ranks, wait_until
 
 from shmbus import (
     Bus,
@@ -48,7 +48,6 @@ def weight(groups: list[Group]) -> int:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """Run calls in a thread each, and return what they returned."""
     results: list[Any] = [None] * len(calls)
 
     def run(at: int) -> None:
@@ -66,10 +65,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 def test_shards_are_the_same_whoever_asks_first(daemon: Served, bus_name: str, first: int) -> None:
     daemon("--capacity", "8MiB")
     put(bus_name, range(8))
-    with (
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with two_ranks(bus_name) as (zero, one):
         got: dict[int, list[Group]] = {}
         for rank in (first, 1 - first):
             got[rank] = (zero, one)[rank].take_shard(groups=4, timeout=10)
@@ -102,10 +98,7 @@ def test_a_step_fits_the_tokens_of_each_rank_and_is_balanced(daemon: Served, bus
 def test_no_step_is_formed_before_each_rank_gets_a_group(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "8MiB")
     put(bus_name, range(1), tokens=lambda g: 10)
-    with (
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with two_ranks(bus_name) as (zero, one):
         assert zero.take_shard(groups=1, max_wait=0.0, timeout=0.2) == []
         put(bus_name, range(1, 2), tokens=lambda g: 10)
         assert ids(zero.take_shard(groups=1, max_wait=0.0, timeout=10)) == ["g0"]
@@ -151,7 +144,6 @@ def test_a_rank_that_died_gets_what_it_did_not_acknowledge_again_and_nobody_else
 
 
 def here(name: str) -> int:
-    """How many clients the daemon has."""
     reply = ask_status(name)
     return len(reply.clients) if isinstance(reply, StatusReply) else 0
 
@@ -161,10 +153,7 @@ def test_after_a_restart_a_rank_ahead_leaves_the_groups_to_one_behind(
 ) -> None:
     served = daemon("--capacity", "8MiB")
     put(bus_name, range(6))
-    with (
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with two_ranks(bus_name) as (zero, one):
         zero.ack(zero.take_shard(groups=1, max_wait=0, timeout=10))
         for _ in range(3):
             one.ack(one.take_shard(groups=1, max_wait=0, timeout=10))
@@ -314,8 +303,7 @@ def test_a_prompt_whose_group_waits_for_a_dead_ranks_successor_stays_open(
         for number in range(2):
             feeder.request(f"q{number}", group_size=1, prompt=np.arange(2))
         for _ in range(2):
-            request = producer.requests.next(timeout=10)
-            assert request is not None
+            request = next_request(producer)
             producer.requests.answer(request, tokens=np.arange(4))
     with Consumer(bus_name, rank=0, world_size=2) as zero:
         other = spawn.script(HOLDING_RANK, bus_name)
@@ -372,10 +360,7 @@ def test_a_rank_that_comes_late_after_a_restart_has_what_was_kept_for_it(
 def test_ranks_that_ask_differently_for_a_step_are_told_so(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "8MiB")
     put(bus_name, range(8))
-    with (
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with two_ranks(bus_name) as (zero, one):
         zero.take_shard(groups=2, timeout=10)
         with pytest.raises(ValueError, match=r"groups=3.*groups=2"):
             one.take_shard(groups=3, timeout=10)

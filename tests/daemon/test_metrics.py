@@ -52,7 +52,6 @@ def get(server: MetricsServer, path: str) -> tuple[int, str]:
 
 
 def scrape(server: MetricsServer) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Each sample by its name and the values of its labels but the bus."""
     status, text = get(server, "/metrics")
     assert status == 200
     return {
@@ -98,14 +97,12 @@ def test_a_scrape_says_what_the_ledger_says(
 
 
 def histogram(found: dict[tuple[str, tuple[str, ...]], float], name: str) -> list[float]:
-    """The values of a histogram that fell into each bucket."""
     rows = [(float(le[0]), count) for (n, le), count in found.items() if n == f"{name}_bucket"]
     totals = [0.0, *(count for _, count in sorted(rows))]
     return [after - before for before, after in itertools.pairwise(totals)]
 
 
 def bucket_of(values: list[float], bounds: tuple[float, ...]) -> list[float]:
-    """How many of the values are in each bucket, by NumPy."""
     places = np.searchsorted(np.array(bounds), values, side="left")
     return np.bincount(places, minlength=len(bounds) + 1).astype(float).tolist()
 
@@ -255,7 +252,6 @@ def test_silent_and_rude_clients_do_not_stop_a_scrape(bus_name: str, server: Met
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Allow this process the sockets of a thousand clients."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
     yield
@@ -297,7 +293,6 @@ def test_a_client_that_sends_a_byte_now_and_then_has_the_time_of_one_request(
 
 
 def ask(server: MetricsServer, *head: str) -> str:
-    """Send a request as it is, and return all that comes back."""
     with socket.create_connection((server.host, server.port), timeout=20) as client:
         client.sendall("\r\n".join(head).encode() + b"\r\n\r\n")
         return b"".join(iter(lambda: client.recv(65536), b"")).decode()
@@ -393,7 +388,6 @@ def test_without_the_client_library_there_is_a_message_that_names_the_extra(bus_
 
 
 def names_in(expressions: Iterable[str]) -> set[str]:
-    """The metrics that expressions ask for."""
     return set(re.findall(r"\bshmbus_\w+", " ".join(expressions)))
 
 

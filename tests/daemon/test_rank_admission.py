@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, client_of, wait_until
+from conftest import Daemon, Spawner, client_of, two_ranks, wait_until
 
 from shmbus import BusBusyError, Consumer, Producer
 
@@ -68,10 +68,7 @@ def test_ranks_that_return_to_a_restarted_daemon_have_the_bus_and_others_are_tol
 ) -> None:
     served = daemon("--capacity", "8MiB")
     put(bus_name, 4)
-    with (
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with two_ranks(bus_name) as (zero, one):
         served.kill()
         # Neither can come back before the other consumer has been admitted.
         with client_of(zero).lock, client_of(one).lock:
@@ -91,10 +88,7 @@ def test_take_of_a_rank_is_its_shard_of_a_step_of_at_most_so_many_groups(
 ) -> None:
     daemon("--capacity", "8MiB")
     put(bus_name, 7)
-    with (
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with two_ranks(bus_name) as (zero, one):
         assert [len(zero.take(2, timeout=10)), len(one.take(2, timeout=10))] == [2, 2]
         # Three are left: one each, since a step has as many for all.
         assert [len(zero.take(2, timeout=10)), len(one.take(2, timeout=10))] == [1, 1]

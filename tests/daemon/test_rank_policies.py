@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from conftest import Daemon, wait_until
+from conftest import Daemon, two_ranks, wait_until
 
 from shmbus import Consumer, Group, Producer
 from shmbus.inspect.status import BusStatus, read_status
@@ -73,11 +73,7 @@ def test_a_shard_that_was_formed_stays_what_it_is_for_the_rank_that_comes_late(
     daemon: Served, bus_name: str
 ) -> None:
     daemon("--capacity", "8MiB", "--max-policy-lag", LAG)
-    with (
-        Producer(bus_name) as producer,
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with Producer(bus_name) as producer, two_ranks(bus_name) as (zero, one):
         put(producer, range(4))
         first = zero.take_shard(groups=2, timeout=10)
         zero.policy_version = 10
@@ -89,11 +85,7 @@ def test_groups_without_variance_are_dropped_before_a_step_is_formed(
     daemon: Served, bus_name: str
 ) -> None:
     daemon("--capacity", "8MiB", "--skip-zero-variance")
-    with (
-        Producer(bus_name) as producer,
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with Producer(bus_name) as producer, two_ranks(bus_name) as (zero, one):
         for index in range(2):
             producer.put("flat", group_size=2, index=index, score=1, tokens=np.zeros(3, np.int32))
         put(producer, range(2))
@@ -107,11 +99,7 @@ def test_groups_whose_time_is_over_end_for_ranks_as_without(
     daemon: Served, bus_name: str, policy: str
 ) -> None:
     daemon("--capacity", "8MiB", "--group-timeout", 0.2, "--on-timeout", policy)
-    with (
-        Producer(bus_name) as producer,
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with Producer(bus_name) as producer, two_ranks(bus_name) as (zero, one):
         put(producer, range(2), size=3)
         if policy == "partial":
             taken = [c.take_shard(groups=1, timeout=20)[0] for c in (zero, one)]
@@ -124,11 +112,7 @@ def test_groups_whose_time_is_over_end_for_ranks_as_without(
 
 def test_what_no_rank_holds_is_ready_and_not_leased(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "8MiB")
-    with (
-        Producer(bus_name) as producer,
-        Consumer(bus_name, rank=0, world_size=2) as zero,
-        Consumer(bus_name, rank=1, world_size=2) as one,
-    ):
+    with Producer(bus_name) as producer, two_ranks(bus_name) as (zero, one):
         put(producer, range(21))
         zero.take_shard(groups=2, timeout=10)
         wait_until(lambda: read_status(bus_name).ledger.leased == 4)

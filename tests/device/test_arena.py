@@ -23,7 +23,7 @@ from shmbus.tensors.device.arena import (
     fetch_descriptor,
 )
 from shmbus.tensors.device.memory import NO_UUID, DeviceHandle, HostMemory
-from shmbus.tensors.sender import Completion
+from shmbus.tensors.tensor_sender import Completion
 
 
 @pytest.fixture

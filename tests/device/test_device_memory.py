@@ -26,7 +26,6 @@ from shmbus.tensors.device.memory import (
     uuid_of,
 )
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 gpu = pytest.mark.gpu
 KINDS: tuple[Kind, ...] = ("vmm", "ipc")
@@ -97,7 +96,6 @@ def exporter(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Exporte
 
 
 @gpu
-@needs_gpu
 def test_another_process_reads_the_same_bytes(exporter: Exporter) -> None:
     memory = exporter.open()
     assert memory.nbytes == BYTES
@@ -105,7 +103,6 @@ def test_another_process_reads_the_same_bytes(exporter: Exporter) -> None:
 
 
 @gpu
-@needs_gpu
 def test_a_tensor_outlives_the_handle_that_it_came_from(exporter: Exporter) -> None:
     memory = exporter.open()
     tensor = memory.tensor()[1000:2000]
@@ -116,7 +113,6 @@ def test_a_tensor_outlives_the_handle_that_it_came_from(exporter: Exporter) -> N
 
 
 @gpu
-@needs_gpu
 def test_what_is_written_where_it_may_be_is_seen_by_its_owner(exporter: Exporter) -> None:
     memory = exporter.open(writable=True)
     memory.tensor().fill_(1)
@@ -126,7 +122,6 @@ def test_what_is_written_where_it_may_be_is_seen_by_its_owner(exporter: Exporter
 
 
 @gpu
-@needs_gpu
 def test_memory_exported_by_descriptor_outlives_its_exporter(tmp_path: Path) -> None:
     exporter = Exporter(str(tmp_path / "socket"), "vmm")
     memory = exporter.open()
@@ -138,7 +133,6 @@ def test_memory_exported_by_descriptor_outlives_its_exporter(tmp_path: Path) -> 
 
 
 @gpu
-@needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thousand_cycles_leave_the_device_as_it_was(kind: Kind) -> None:
     def cycle() -> None:
@@ -161,7 +155,6 @@ def test_a_thousand_cycles_leave_the_device_as_it_was(kind: Kind) -> None:
 
 
 @gpu
-@needs_gpu
 def test_opening_a_thousand_times_leaves_the_device_as_it_was(exporter: Exporter) -> None:
     found = []
     # The driver takes a page of its own in the first thousand, in some runs.
@@ -173,7 +166,6 @@ def test_opening_a_thousand_times_leaves_the_device_as_it_was(exporter: Exporter
 
 
 @gpu
-@needs_gpu
 def test_a_descriptor_of_something_else_is_refused() -> None:
     handle = DeviceMemory.allocate(100, 0).handle
     other = os.memfd_create("no device memory")
@@ -187,7 +179,6 @@ def test_a_descriptor_of_something_else_is_refused() -> None:
 
 
 @gpu
-@needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_may_open_what_it_has_allocated_itself(kind: Kind) -> None:
     memory = DeviceMemory.allocate(100, 0, kind)
@@ -202,7 +193,6 @@ def test_a_process_may_open_what_it_has_allocated_itself(kind: Kind) -> None:
 
 
 @gpu
-@needs_gpu
 def test_more_than_the_device_has_is_refused_with_the_drivers_word() -> None:
     with pytest.raises(CudaDriverError, match="OUT_OF_MEMORY"):
         DeviceMemory.allocate(1 << 43, 0)
@@ -211,7 +201,6 @@ def test_more_than_the_device_has_is_refused_with_the_drivers_word() -> None:
 
 
 @gpu
-@needs_gpu
 def test_the_memory_of_an_unseen_device_is_refused_by_its_uuid() -> None:
     assert device_of(uuid_of(0)) == 0
     with pytest.raises(DeviceMismatchError, match="CUDA_VISIBLE_DEVICES"):
@@ -231,7 +220,6 @@ def test_another_device_reads_it_over_peer_access(tmp_path: Path) -> None:
 
 
 @gpu
-@needs_gpu
 def test_the_probe_names_no_refusal_on_a_device_that_has_both() -> None:
     assert refusals(0) == {}
 

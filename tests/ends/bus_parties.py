@@ -34,7 +34,6 @@ FOUND_S, TAKEN_S = 10.0, 10.0
 
 
 def sample(group: str, index: int) -> dict[str, Any]:
-    """A sample of a group."""
     value = zlib.crc32(f"{group}:{index}".encode()) >> 1
     return {
         "score": float(index),
@@ -156,7 +155,6 @@ class Party:
         shmbus.Bus.create(task.name, CAPACITY, max_producers=12, extent_bytes=EXTENT_BYTES).close()
 
     def meet(self, task: Task) -> Any:
-        """Be the other side; returns its handle."""
         raise NotImplementedError
 
     def attend(self, handle: Any) -> None:
@@ -170,11 +168,9 @@ class Party:
         """Use it, whatever the other side has become meanwhile."""
 
     def wait(self, held: Held) -> None:
-        """Wait in a call of it."""
         raise NotImplementedError
 
     async def await_something(self, held: Held) -> None:
-        """Wait in a coroutine of it."""
         raise NotImplementedError
 
     def call_for(self, held: Held) -> Callable[[], Any]:
@@ -189,7 +185,6 @@ class Party:
         return press(task.name, label)
 
     def audit(self, task: Task, facts: list[dict[str, Any]]) -> None:
-        """Find everything: the third life."""
         raise NotImplementedError
 
 
@@ -302,7 +297,6 @@ class TakerParty(Party):
         return shmbus.Consumer(task.name)
 
     def take(self, held: Held, count: int) -> list[Any]:
-        """Take so many groups, and hold them."""
         taken: list[Any] = held.handle.take(count, TAKEN_S)
         return taken
 

@@ -121,8 +121,6 @@ AWAITED = ("producer", "consumer", "leaser", "feeder")
 
 
 class Cell(NamedTuple):
-    """One end of one life."""
-
     how: str
     who: str
     held: str

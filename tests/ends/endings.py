@@ -53,8 +53,6 @@ class Unforeseen(Exception):
 
 
 class Task(NamedTuple):
-    """A cell of one process."""
-
     number: int
     who: str
     held: str
@@ -90,11 +88,9 @@ class Held:
         self.things = things
 
     def touch(self) -> None:
-        """Use it once more."""
         self.party.touch(self)
 
     def wait(self) -> None:
-        """Wait, for ever as a rule."""
         self.party.wait(self)
 
 

@@ -47,8 +47,6 @@ def model() -> torch.nn.Module:
 
 
 class Publishing:
-    """A publisher and its model."""
-
     def __init__(self, name: str, **options: Any) -> None:
         self.model = model()
         self.publisher = WeightPublisher(
@@ -235,7 +233,6 @@ def drain(name: str) -> list[int]:
 
 
 def use_anew(name: str) -> None:
-    """A new pair works."""
     with create(name) as sender, open_channel(name) as receiver:
         for _ in range(2 * SLOTS):
             number = sender.next_step

@@ -71,7 +71,6 @@ class Lives:
         self._daemons: dict[Task, Daemon] = {}
 
     def run(self) -> None:
-        """Live all lives but the last, and judge."""
         for task in self.tasks:
             self.parties[task.who].prepare(task)
             if task.who == "leaser":

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from aiohttp import web
+from fused_model import FusedModel, Shape
 from safetensors.torch import load_file
 from small_engine import TOKEN_S, SmallEngine
 
-from bench.fused_engine import FusedModel, Shape
-from shmbus.engines.planned import PlannedLoader
 from shmbus.engines.rank_check import answer
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.weights import Weights, WeightSubscriber
 
@@ -238,8 +238,33 @@ class CachingVllm(SmallVllm):
         return web.json_response(said)
 
 
-class DraftingVllm(SmallVllm):
+class ConfiguredVllm(SmallVllm):
+    """Tells its configuration."""
+
+    told: ClassVar[dict[str, Any]] = {}
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        assert request.query["config_format"] == "json"
+        config = {
+            "parallel_config": {"enable_eplb": False}, "ec_transfer_config": None,
+            "kv_transfer_config": None, "device_config": {"device_type": "cuda"},
+            "compilation_config": {"inductor_compile_config": {}}, "speculative_config": None,
+        }  # fmt: skip
+        return web.json_response({"vllm_config": config | self.told})
+
+    def routes(self) -> list[web.RouteDef]:
+        return [*super().routes(), web.get("/server_info", self.server_info)]
+
+
+class BalancingVllm(ConfiguredVllm):
+    told: ClassVar[dict[str, Any]] = {"parallel_config": {"enable_eplb": True}}
+
+
+class DraftingVllm(ConfiguredVllm):
+    """Has a draft model that proposes tokens."""
+
     drafts: ClassVar[bool] = True
+    told: ClassVar[dict[str, Any]] = {"speculative_config": {"method": "eagle3"}}
 
 
 class VerifiedVllm(SmallVllm):
@@ -299,3 +324,58 @@ class VerifiedVllm(SmallVllm):
 
     def routes(self) -> list[web.RouteDef]:
         return [*super().routes(), web.post("/flip", self.flip)]
+
+
+def logprob_of(value: float) -> float:
+    return -(value + 2) / 8
+
+
+def value_of(logprob: float) -> int:
+    """Return the weights that sampled a token of `LabelledVllm`."""
+    return round(-logprob * 8) - 2
+
+
+class LabelledVllm(SmallVllm):
+    """Logprobs tell the weights of each token; those of the first token, of the cached prompt."""
+
+    #: Whether requests of other salts share cached prompts.
+    salted: ClassVar[bool] = True
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.cached: dict[tuple[str, str], float] = {}
+
+    def runs(self) -> float:
+        return float(self.models[0]["value"][0])
+
+    async def pause(self, request: web.Request) -> web.Response:
+        if request.query["clear_cache"] == "true":
+            self.cached.clear()
+        return await super().pause(request)
+
+    async def complete(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        arrived, aborted = self.runs(), self.aborted
+        await self.running.wait()
+        runs, key = self.runs(), (asked["cache_salt"] if self.salted else "", asked["prompt"])
+        hit, found = key in self.cached, self.cached.setdefault(key, runs)
+        logprobs = [logprob_of(found)]
+        self.in_flight += 1
+        try:
+            for _ in range(asked["max_tokens"]):
+                await self.running.wait()
+                if self.aborted != aborted:
+                    break
+                logprobs.append(logprob_of(self.runs()))
+                await asyncio.sleep(TOKEN_S)
+        finally:
+            self.in_flight -= 1
+        # A request that was in flight during the pause goes on with the states of older weights.
+        stale = hit and found != runs and arrived == runs
+        return web.json_response({"logprobs": logprobs, "hit": hit, "stale": stale})
+
+
+class UnsaltedVllm(LabelledVllm):
+    """Ignores salts, as an engine before vLLM 0.9 does."""
+
+    salted: ClassVar[bool] = False

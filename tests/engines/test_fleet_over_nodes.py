@@ -17,7 +17,7 @@ from shmbus import Bus
 from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
 from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
 from shmbus.engines.resume import resume
-from shmbus.pool.status import describe_pool, read_pool
+from shmbus.pool.pool_status import describe_pool, read_pool
 
 pytest_plugins = ["engine_fixtures"]
 

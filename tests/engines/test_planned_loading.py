@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from fused_model import FusedModel, Shape, checkpoint
 
-from bench.fused_engine import FusedModel, Shape, checkpoint
-from shmbus.engines import planned
-from shmbus.engines.planned import PlannedLoader
+from shmbus.engines import rank_loader
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.errors import DamagedError
 from shmbus.tensors.copy_plan import CopyPlan
 from shmbus.tensors.copy_table import Pair
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-
-@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the engine's model is; the trainer's is on the host."""
     return torch.device(request.param)
@@ -269,7 +267,7 @@ def test_a_load_waits_for_what_a_thread_prepares_and_uses_it(
         assert may_sort.wait(30)
         return CopyPlan(pairs)
 
-    monkeypatch.setattr(planned, "CopyPlan", sort)
+    monkeypatch.setattr(rank_loader, "CopyPlan", sort)
     with published(bus, trainer, device) as following:
         for number in range(4):
             may_sort.clear()
@@ -300,7 +298,7 @@ def test_what_a_thread_cannot_prepare_the_load_reports(
     with published(bus, trainer, device) as following:
         with following() as weights:
             loader.load(weights)
-        monkeypatch.setattr(planned, "CopyPlan", refuse)
+        monkeypatch.setattr(rank_loader, "CopyPlan", refuse)
         loader.prepare_aside(following())
         loader.await_prepared()
         assert "version 2: no copy fits" in caplog.text

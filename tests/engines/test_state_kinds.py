@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from small_sglang import Drafting, Seeing, SmallSglang, WithExpertBalance, WithFrozenGraphs
-from small_vllm import DraftingVllm, SmallVllm
+from small_vllm import BalancingVllm, DraftingVllm, SmallVllm
 from trainers import Scene, Trainer, fleet_of, update
 
 from shmbus import Bus
@@ -57,14 +57,24 @@ async def test_a_reload_has_images_encoded_anew(bus: Bus, servers: Any, tmp_path
     trainer.publisher.close()
 
 
-async def test_an_encoder_cache_refuses_reloads(bus: Bus, servers: Any, tmp_path: Path) -> None:
-    running = servers(1, Seeing)
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (Seeing, "has_image_understanding"), (WithExpertBalance, "enable_eplb"),
+        (WithFrozenGraphs, "enable_torch_compile"), (BalancingVllm, "enable_eplb"),
+    ],
+)  # fmt: skip
+async def test_a_reload_that_keeps_state_is_refused(
+    kind: Any, named: str, bus: Bus, servers: Any, tmp_path: Path
+) -> None:
+    running = servers(1, kind)
     trainer = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
     trainer.publish(1)
     async with fleet_of(bus.name, running) as fleet:
-        with pytest.raises(EngineError, match="has_image_understanding"):
+        with pytest.raises(EngineError) as caught:
             await fleet.reload(tmp_path)
-    assert await running.calls() == []
+    assert named in caught.value.body and not caught.value.gone
+    assert await running.calls() == [] and bus.policy_version == 0
     trainer.publisher.close()
 
 
@@ -139,6 +149,22 @@ async def test_each_report_warns_of_a_draft_model(kind: Any, named: str, scene: 
         for version in (1, 2):
             (told,) = (await fleet.update(scene.trainer, version)).servers
             assert (told.version, told.error) == (version, "") and named in told.warning
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(DraftingVllm, "speculative_config"), (Drafting, "speculative_algorithm")],
+)
+async def test_a_reload_warns_of_a_draft_model_too(
+    kind: Any, named: str, bus: Bus, servers: Any, tmp_path: Path
+) -> None:
+    running = servers(1, kind)
+    trainer = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
+    trainer.publish(1)
+    async with fleet_of(bus.name, running) as fleet:
+        (told,) = (await fleet.reload(tmp_path)).servers
+    assert (told.version, told.error) == (1, "") and named in told.warning
+    trainer.publisher.close()
 
 
 async def test_an_unpublished_version_is_refused(bus: Bus, trainer: Trainer, servers: Any) -> None:

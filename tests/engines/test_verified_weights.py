@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fused_model import FusedModel, Shape
 from operators import cli
 from small_sglang import SmallSglang
 from small_vllm import SmallVllm, VerifiedVllm
@@ -19,13 +20,12 @@ from test_planned_loading import Trainer as Decoder
 from test_planned_loading import device as device
 from trainers import SHORT_S, TIMEOUT_S, fleet_of
 
-from bench.fused_engine import FusedModel, Shape
 from shmbus.engines import EngineError, VllmServer
 from shmbus.engines import verify as verifying
-from shmbus.engines.planned import PlannedLoader
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.engines.verify import ServerVerdict, verify, verify_server
 from shmbus.pool import read_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.weights import WeightPublisher, plan_check
 from shmbus.weights.load_plan import bits
 from shmbus.weights.plan_check import compare_slice

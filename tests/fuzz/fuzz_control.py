@@ -41,7 +41,6 @@ class FuzzedService:
         self.service = Service(self.collector, {})
 
     def put(self) -> None:
-        """One more group, if there is room."""
         number = next(self.numbers)
         try:
             for index in range(2):
@@ -52,7 +51,6 @@ class FuzzedService:
             return
 
     def hello(self, given: Bytes) -> messages.Hello:
-        """A client of one of few kinds."""
         kind = given.number()
         return messages.Hello(
             version=messages.VERSION,
@@ -112,7 +110,6 @@ class FuzzedService:
         return True
 
     def run(self, data: bytes) -> None:
-        """One input: from no client to no client."""
         given = Bytes(data)
         # Every other one is a daemon that has just begun, and waits for clients of another.
         if given.number() % 2:
@@ -173,7 +170,6 @@ class FuzzedService:
         service.leave(session, orderly=True)
 
     def close(self) -> None:
-        """Let go of the bus."""
         self.collector.close()
         self.producer.close()
 

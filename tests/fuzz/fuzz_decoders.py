@@ -47,8 +47,6 @@ def fuzz_heads(data: bytes) -> None:
 
 
 class FuzzedBus:
-    """A bus whose records are overwritten before they are read."""
-
     def __init__(self) -> None:
         shmbus.Bus.create(_NAME, "256KiB", max_producers=2, extent_bytes=4096).close()
         atexit.register(shmbus.unlink, _NAME)
@@ -81,7 +79,6 @@ class FuzzedBus:
         assert self.consumer.stats().balanced
 
     def close(self) -> None:
-        """Let go of the bus."""
         self.consumer.close()
         self.producer.close()
         self.file.close()
@@ -94,13 +91,11 @@ class Decoders:
         self.bus = FuzzedBus()
 
     def run(self, data: bytes) -> None:
-        """Fuzz one of the decoders."""
         ways = [fuzz_meta] * 3 + [fuzz_dtype] * 3 + [fuzz_heads, self.bus.run]
         if data:
             ways[data[0] % 8](data[1:])
 
     def close(self) -> None:
-        """Let go of the bus."""
         self.bus.close()
 
 

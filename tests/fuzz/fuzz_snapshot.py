@@ -49,7 +49,6 @@ class FuzzedSnapshot:
         self.names = sorted(self.files)
 
     def run(self, data: bytes) -> None:
-        """Damage, and restore."""
         given = Bytes(data)
         forge = given.number() % 2
         files = dict(self.files)
@@ -87,7 +86,6 @@ class FuzzedSnapshot:
             shmbus.unlink(_NAME)
 
     def close(self) -> None:
-        """Remove all."""
         shutil.rmtree(self.directory)
 
 

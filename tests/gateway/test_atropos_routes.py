@@ -19,7 +19,7 @@ from shmbus.pool.server_rows import drop_dead_rows
 EVERYTHING: dict[str, Any] = {
     "tokens": [[1, 2**63 - 1, -(2**63)], [4]],
     "masks": [[-100, 2, 3], [4]],
-    "scores": [0.1, -1e300],
+    "scores": [0.1, -1e30],
     "advantages": [[0.1, 0.2, 1 / 3], [5e-324]],
     "ref_logprobs": [[-0.1], []],
     "messages": [[{"role": "user", "content": "é\u0000x", "reward": None}], []],

@@ -203,20 +203,6 @@ def talk(gateway: Gateway, data: bytes) -> bytes:
         return found
 
 
-def test_a_truncated_chunked_body_is_not_taken(shared: Gateway) -> None:
-    body = json.dumps(GOOD).encode()
-    head = request_bytes("POST", "/scored_data", None, Transfer_Encoding="chunked",
-                         Content_Type="application/json")  # fmt: skip
-    with shared.connect() as connection:
-        connection.sendall(head + f"{len(body):x}\r\n".encode() + body + b"\r\n")
-    assert shared.get("/status").json()["queue_size"] == 0
-    whole = head + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
-    with shared.connect() as connection:
-        connection.sendall(whole)
-        assert read_answer(connection).status == 200
-    still_serves(shared)
-
-
 def test_requests_of_one_connection_are_answered_in_order(shared: Gateway) -> None:
     still_serves(shared)
     tokens = [[[1], [2]], [[3], [4]]]

@@ -47,7 +47,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(program: None, tmp_path: Path) -> Iterator[Start]:
+def start(program: None, tmp_path: Path, bus_name: str) -> Iterator[Start]:
     running: list[subprocess.Popen[bytes]] = []
 
     def started(line: str, name: str) -> Gateway:

@@ -117,16 +117,6 @@ def test_a_retry_that_comes_while_a_successor_takes_over_comes_once(gateway_of: 
     assert all_batches(gateway) == [0]
 
 
-def test_a_retry_before_any_trainer_has_registered_comes_once(gateway_of: Any) -> None:
-    gateway = gateway_of("--create", "4MiB")
-    restart(gateway, KILL_BEFORE_THE_NOTE)
-    post_and_lose(gateway, "/scored_data", numbered(0))
-    gateway.start()
-    assert gateway.post("/scored_data", numbered(0)).status == 200
-    assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
-    assert all_batches(gateway) == [0]
-
-
 @pytest.mark.parametrize("reads_bus", [False, True])
 @pytest.mark.parametrize("kill", KILLS)
 def test_a_body_is_put_once_where_its_gateway_dies(

@@ -57,19 +57,6 @@ def test_gzip_and_lists_and_what_only_the_parser_reads(shared: Gateway, seed: in
             assert was_put(shared, group)
 
 
-def test_one_that_ends_early_is_not_taken(shared: Gateway) -> None:
-    data = request_bytes("POST", "/scored_data", large(1))
-    for cut in (300, 50_000, 200_000, len(data) - 1):
-        for end in (socket.socket.close, reset):
-            with shared.connect() as connection:
-                connection.sendall(data[:cut])
-                time.sleep(0.02)
-                end(connection)
-    assert shared.post("/scored_data", large(7)).status == 200
-    assert was_put(shared, large(7))
-    assert shared.batch() is None
-
-
 def test_the_log_and_the_metrics_have_its_bytes(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "64MiB")
     gateway.register(batch_size=1)

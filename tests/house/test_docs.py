@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 import pytest
+from test_layers import FLOOR_OF, room_of
 from test_style import PACKAGES, ROOT, relative, report, tree
+
+import shmbus
+from trainer_adapter import OnlineDataHandler
 
 PAGES = sorted(
     [
@@ -166,8 +173,53 @@ def test_external_links_are_found_without_the_sentence_around_them() -> None:
     ]  # fmt: skip
 
 
+def tours() -> dict[str, list[str]]:
+    """The files of each tour, in its order."""
+    text = (ROOT / "docs/architecture.md").read_text().partition("## Guided tours")[2]
+    found = re.findall(r"^\*\*(.+?)\.\*\* (.+?\.)(?= [A-Z]|\n\n)", text, re.M | re.S)
+    return {name.lower(): re.findall(FILE, sentence) for name, sentence in found}
+
+
 def test_a_tour_has_as_many_files_as_its_table_says() -> None:
     text = (ROOT / "docs/architecture.md").read_text().partition("## Guided tours")[2]
     said = {name.lower(): int(count) for name, count in re.findall(r"\| (.+) \| (\d+) \|", text)}
-    tours = re.findall(r"^\*\*(.+?)\.\*\* (.+?\.)(?= [A-Z]|\n\n)", text, re.M | re.S)
-    assert said == {name.lower(): len(FILE.findall(sentence)) for name, sentence in tours} != {}
+    assert said == {name: len(files) for name, files in tours().items()} != {}
+
+
+def test_a_packed_batch_goes_down_through_14_files_and_climbs_once(bus_name: str) -> None:
+    files = tours()["a packed batch"]
+    floors = [
+        FLOOR_OF[room_of(file.removesuffix(".py").replace("/", "."))] if file.endswith(".py") else 0
+        for file in files
+    ]
+    climbs = sum(after > before for before, after in itertools.pairwise(floors))
+    assert len(files) <= 14 and climbs <= 1
+    with (
+        shmbus.Bus.create(bus_name, "4MiB"),
+        shmbus.Producer(bus_name) as producer,
+        OnlineDataHandler(bus_name, groups_per_batch=1, max_wait=None) as handler,
+    ):
+        for step in range(2):
+            producer.put(f"p{step}", group_size=1, index=0, score=1.0, tokens=[1, 2, 3])
+            entered = files_entered(handler.next_batch)
+    rooms = ("trainer_adapter/batches/", "trainer_adapter/advantages.py", "shmbus/batch/")
+    assert {file for file in entered if file.startswith(rooms)} == {
+        file for file in files if file.startswith(rooms)
+    }
+
+
+def files_entered(call: Callable[[], object]) -> set[str]:
+    """The project's files with a function that runs during a call."""
+    entered: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            entered.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return {relative(Path(file)) for file in entered if Path(file).is_relative_to(ROOT)}

@@ -18,10 +18,10 @@ from shmbus.engines.pause_note import PauseNote, paused_by
 from shmbus.errors import WeightsError
 from shmbus.gateway.journal import Journal
 from shmbus.inspect.processes import servers_left
-from shmbus.pool.lifecycle import open_pool, pool_path
+from shmbus.pool.pool_file import open_pool, pool_path
 from shmbus.segment.names import companion_name, shm_path
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.shared_file import SharedFile, open_file, shared_state
+from shmbus.weights.single_copy import SharedFile, open_file, shared_state
 
 NOBODY = 65534
 SECRET = b"of the victim" * 1000

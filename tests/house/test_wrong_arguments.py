@@ -43,7 +43,7 @@ from shmbus import Bus, Consumer, Feeder, Producer
 from shmbus.engines import EngineFleet, LoraFleet, VllmServer
 from shmbus.pool import PoolReader
 from shmbus.tensors import TensorChannel
-from shmbus.tensors.config import CudaCarrier
+from shmbus.tensors.carrier_types import CudaCarrier
 from shmbus.weights import (
     Fp8BlockSource,
     ModuleSource,

@@ -47,8 +47,9 @@ class Server(NamedTuple):
     posts: str
     content: bytes
     accepted: int
-    #: Bytes that bodies hold.
+    #: Bytes that bodies hold, and bodies that were taken.
     held: Callable[[], int]
+    taken: Callable[[], int] = int
 
     @property
     def port(self) -> int:
@@ -91,6 +92,7 @@ def running(name: str, bus: str) -> Iterator[Server]:
             "gateway": lambda: Server(
                 name, service.url, "/info", "/scored_data",
                 json.dumps(scored([1, 2], [3, 4])).encode(), 200, lambda: service.bodies.used,
+                lambda: service.puts.producer.stats().committed,
             ),
             "recorder": lambda: Server(
                 name, service.url, "/metrics", "/sessions", b'{"timeout": 0, "pad": "0123456789"}',
@@ -303,6 +305,7 @@ def test_a_client_that_waits_for_leave_to_send_its_body_gets_leave(taker: Server
 def test_a_body_that_ends_early_is_not_taken_and_holds_nothing(
     leave: Callable[[socket.socket], None], taker: Server
 ) -> None:
+    before = taker.taken()
     whole = request_bytes("POST", taker.posts, taker.content, **taker.head())
     chunks = request_bytes(
         "POST", taker.posts, in_chunks(taker.content, 9)[:-5], **taker.head(**CHUNKED)
@@ -313,6 +316,7 @@ def test_a_body_that_ends_early_is_not_taken_and_holds_nothing(
         time.sleep(0.02)
         leave(connection)
     wait_until(lambda: taker.held() == 0)
+    assert taker.taken() == before
     assert taker.ask("POST", taker.posts, taker.content).status == taker.accepted
 
 

@@ -13,7 +13,7 @@ from shmbus.data.status_types import BusEvent, GroupCells, SampleCell, SampleCom
 from shmbus.inspect import trace_events
 from shmbus.inspect.groups import Groups
 from shmbus.inspect.trace_events import TraceEvents
-from shmbus.pool.status import PoolStatus, ReaderStatus, SlotStatus
+from shmbus.pool.pool_status import PoolStatus, ReaderStatus, SlotStatus
 
 TRAINER = "train.py (pid 7)"
 

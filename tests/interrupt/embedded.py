@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from injection import Injected, Injection
@@ -28,6 +28,9 @@ DATA = np.arange(7, dtype=np.int32)
 
 #: The injection under way, for whoever audits.
 LATEST: list[Injection] = []
+
+#: The latest exception with its traceback, as a notebook keeps them until the next.
+KEPT: list[Injected] = []
 
 #: Exceptions that were raised in calls which repeat an interrupted one.
 REPEATED: list[str] = []
@@ -52,7 +55,6 @@ class Shape:
     rng: random.Random | None = None
 
     def seed(self, number: int) -> None:
-        """Take the shape of a seed."""
         self.rng = random.Random(number)
         self.samples = self.rng.randint(2, 5)
         self.more = self.rng.randint(1, 3)
@@ -63,6 +65,15 @@ SHAPE = Shape()
 
 class Fault(Exception):
     """A promise that did not hold."""
+
+
+class Outcome(NamedTuple):
+    kept: Injected | None
+    result: Any
+
+    @property
+    def groups(self) -> list[shmbus.Group]:
+        return [] if self.result is None else list(self.result)
 
 
 class Case:
@@ -113,6 +124,20 @@ class Case:
             raise Fault(f"the ledger does not balance: {ledger}")
         return ledger
 
+    def check_empty(self) -> None:
+        ledger = self.balance()
+        if ledger.leased or ledger.stashed or ledger.in_ring:
+            raise Fault(f"something is left: {ledger}")
+
+    def interrupt(self, at: int, operate: FunctionType, repeat: bool = True) -> Outcome:
+        """Run an operation with an exception at its `at`-th event, and repeat the operation."""
+        outcome = interrupt(at, operate)
+        self.balance()
+        if outcome.kept is not None and repeat:
+            again(operate)
+        self.balance()
+        return outcome
+
     def audit(self, held: list[shmbus.Group], done: set[str]) -> None:
         """Nothing is lost: what is not done is held, or comes again, once."""
         self.balance()
@@ -126,9 +151,7 @@ class Case:
             raise Fault(f"{ledger.groups_leased} groups are leased, {len(found)} are held")
         for group in found:
             group.ack()
-        ledger = self.balance()
-        if ledger.leased or ledger.stashed or ledger.in_ring:
-            raise Fault(f"something is left: {ledger}")
+        self.check_empty()
 
 
 #: An event of a call that repeats another is among the first so many.
@@ -157,92 +180,67 @@ def again(operate: FunctionType) -> None:
             raise Fault(f"called again: {error}") from error
 
 
-def interrupt(at: int, operate: FunctionType) -> tuple[Injection, Injected | None, object]:
-    """Run it with an exception at its `at`-th event."""
-    result: object = None
-    kept: Injected | None = None
+def interrupt(at: int, operate: FunctionType) -> Outcome:
     injection = Injection(at, operate.__code__.co_filename)
     LATEST[:] = [injection]
     try:
         with injection:
-            result = operate()
+            return Outcome(None, operate())
     except Injected as error:
-        kept = error
-    return injection, kept, result
+        KEPT[:] = [error]
+        return Outcome(error, None)
 
 
-def taking(case: Case, at: int, extra: Callable[[str], None] | None = None) -> Injection:
+def taking(case: Case, at: int, extra: Callable[[str], None] | None = None) -> None:
     """A take of complete groups, and of whatever else was put."""
     case.offer(extra=extra)
 
     def operate() -> object:
         return case.consumer.take(64, 0)
 
-    injection, kept, result = interrupt(at, operate)
-    held = [] if kept is not None or result is None else list(result)  # type: ignore[call-overload]
-    case.audit(held, set())
-    return injection
+    case.audit(interrupt(at, operate).groups, set())
 
 
-def ending(verb: str) -> Callable[[Case, int], Injection]:
-    def run(case: Case, at: int) -> Injection:
+def ending(verb: str) -> Callable[[Case, int], None]:
+    def run(case: Case, at: int) -> None:
         case.offer()
-        groups = case.take()
-        first = groups[0]
+        first, *rest = case.take()
 
         def operate() -> None:
             getattr(first, verb)()
 
-        injection, kept, _ = interrupt(at, operate)
-        case.balance()
-        if kept is not None:
-            again(operate)
-        case.balance()
-        if verb == "give_back":
-            case.audit(groups[1:], set())
-        else:
-            case.audit(groups[1:], {first.instance_id})
-        return injection
+        case.interrupt(at, operate)
+        case.audit(rest, set() if verb == "give_back" else {first.instance_id})
 
     return run
 
 
-def ending_many(case: Case, at: int) -> Injection:
+def ending_many(case: Case, at: int) -> None:
     case.offer()
     groups = case.take()
 
     def operate() -> None:
-        case.consumer.ack(groups)
+        case.consumer.ack([group for group in groups if group.state == "leased"])
 
-    injection, kept, _ = interrupt(at, operate)
-    case.balance()
-    if kept is not None:
-        again(lambda: case.consumer.ack([g for g in groups if g.state == "leased"]))
+    case.interrupt(at, operate)
     case.audit([], {group.instance_id for group in groups})
-    return injection
 
 
-def within(case: Case, at: int) -> Injection:
+def within(case: Case, at: int) -> None:
     case.offer()
-    groups = case.take()
-    first = groups[0]
+    first, *rest = case.take()
 
     def operate() -> None:
         with first:
             pass
 
-    injection, kept, _ = interrupt(at, operate)
-    case.balance()
-    if kept is not None and first.state == "leased":
+    outcome = case.interrupt(at, operate, repeat=False)
+    if outcome.kept is not None and first.state == "leased":
         first.ack()
-    if first.state == "given_back":
-        case.audit(groups[1:], set())
-    else:
-        case.audit(groups[1:], {first.instance_id})
-    return injection
+    case.audit(rest, set() if first.state == "given_back" else {first.instance_id})
 
 
-def failing(case: Case, at: int) -> Injection:
+def failing(case: Case, at: int) -> None:
     """A take that meets a duplicate, a size mismatch and a failed sample."""
 
     def extra(key: str) -> None:
@@ -255,62 +253,60 @@ def failing(case: Case, at: int) -> Injection:
         case.producer.fail(f"{key}-f", group_size=2, index=0, reason="boom")
         put(f"{key}-f", group_size=2, index=1, tokens=DATA)
 
-    return taking(case, at, extra)
+    taking(case, at, extra)
 
 
-def judged(case: Case, at: int) -> Injection:
+def judged(case: Case, at: int) -> None:
     """A take that drops a group without variance."""
 
     def extra(key: str) -> None:
         for index in range(2):
             case.producer.put(f"{key}-z", group_size=2, index=index, score=1, tokens=DATA)
 
-    return taking(case, at, extra)
+    taking(case, at, extra)
 
 
-def counting(case: Case, at: int) -> Injection:
+def counting(case: Case, at: int) -> None:
     case.offer()
     groups = case.take()
 
     def operate() -> object:
         return case.consumer.stats()
 
-    injection, _, _ = interrupt(at, operate)
+    interrupt(at, operate)
     case.audit(groups, set())
-    return injection
 
 
-def attaching(case: Case, at: int) -> Injection:
-    """An attach; after one that was interrupted nothing is attached."""
-    case.offer()
+def reattach(case: Case, at: int) -> None:
+    """Attach again; after an attach that was interrupted nothing is attached."""
     case.consumer.close()
 
     def operate() -> object:
         return case.attach()
 
-    injection, kept, result = interrupt(at, operate)
-    case.consumer = result if isinstance(result, shmbus.Consumer) else case.attach()
+    case.consumer = interrupt(at, operate).result or case.attach()
+
+
+def attaching(case: Case, at: int) -> None:
+    case.offer()
+    reattach(case, at)
     case.audit([], set())
-    del kept
-    return injection
 
 
-def closing(case: Case, at: int) -> Injection:
+def closing(case: Case, at: int) -> None:
     case.offer()
     case.take()
 
     def operate() -> None:
         case.consumer.close()
 
-    injection, kept, _ = interrupt(at, operate)
-    if kept is not None:
+    if interrupt(at, operate).kept is not None:
         again(operate)
     case.consumer = case.attach()
     case.audit([], set())
-    return injection
 
 
-OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] = {
+OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
     "take": ({}, taking),
     "take-stale": ({"max_policy_lag": 3}, taking),
     "take-failing": ({}, failing),
@@ -336,6 +332,7 @@ def every(
         while True:
             at += step
             wrong = ""
+            KEPT.clear()
             try:
                 run(case, at)
             except (Fault, shmbus.ShmbusError, ValueError, AssertionError) as error:

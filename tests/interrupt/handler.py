@@ -12,13 +12,11 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import embedded
 import served
-from embedded import LATEST, Fault, again
-from injection import Injected, Injection
+from embedded import Fault, again, interrupt
 
 import shmbus
 from trainer_adapter import Batch, OnlineDataHandler
@@ -72,7 +70,6 @@ class Case(embedded.Case):
         self.bus.close()
 
     def offer_round(self) -> None:
-        """Put whole batches; for ranks whole steps."""
         self.offer(BATCH * self.ranks if self.ranks > 1 else 3 * BATCH)
 
     def balance(self) -> shmbus.Ledger:
@@ -114,23 +111,7 @@ class Case(embedded.Case):
         self.balance()
         for handler in self.others:
             handler.stats()  # behind its acknowledgements
-        ledger = self.balance()
-        if ledger.leased or ledger.stashed or ledger.in_ring:
-            raise Fault(f"something is left: {ledger}")
-
-
-def interrupt(at: int, operate: FunctionType) -> tuple[Injected | None, object]:
-    """Run it with an exception at its `at`-th event."""
-    result: object = None
-    kept: Injected | None = None
-    injection = Injection(at, __file__)
-    LATEST[:] = [injection]
-    try:
-        with injection:
-            result = operate()
-    except Injected as error:
-        kept = error
-    return kept, result
+        self.check_empty()
 
 
 def nexting(case: Case, at: int) -> None:
@@ -154,8 +135,7 @@ def nexting_twice(case: Case, at: int) -> None:
     def operate() -> object:
         return case.handler.next_batch(timeout=2.0)
 
-    kept, _ = interrupt(at, operate)
-    if kept is not None and not case.handler.out:
+    if interrupt(at, operate).kept is not None and not case.handler.out:
         operate()
     case.audit_batches(case.handler.out, set())
 
@@ -191,32 +171,21 @@ def offering(case: Case, at: int) -> None:
     case.audit_batches([], set())
 
 
-def acking(case: Case, at: int) -> None:
-    case.offer_round()
-    first = case.handler.next_batch(timeout=2.0)
+def ending(verb: str) -> Callable[[Case, int], None]:
+    """An acknowledgement of a batch, or its return."""
 
-    def operate() -> None:
-        case.handler.ack(first)
+    def run(case: Case, at: int) -> None:
+        case.offer_round()
+        first = case.handler.next_batch(timeout=2.0)
 
-    kept, _ = interrupt(at, operate)
-    case.balance()
-    if kept is not None:
-        again(operate)
-    case.audit_batches([], {group.instance_id for group in first.groups})
+        def operate() -> None:
+            getattr(case.handler, verb)(first)
 
+        case.interrupt(at, operate)
+        done = {group.instance_id for group in first.groups} if verb == "ack" else set()
+        case.audit_batches([], done)
 
-def giving_back(case: Case, at: int) -> None:
-    case.offer_round()
-    first = case.handler.next_batch(timeout=2.0)
-
-    def operate() -> None:
-        case.handler.give_back(first)
-
-    kept, _ = interrupt(at, operate)
-    case.balance()
-    if kept is not None:
-        again(operate)
-    case.audit_batches([], set())
+    return run
 
 
 def saving(case: Case, at: int) -> None:
@@ -242,8 +211,7 @@ def loading(case: Case, at: int) -> None:
     def operate() -> None:
         case.handler.load_state_dict(state)
 
-    kept, _ = interrupt(at, operate)
-    if kept is not None:
+    if interrupt(at, operate).kept is not None:
         again(operate)
     case.audit_batches([], {group.instance_id for group in first.groups})
 
@@ -256,10 +224,8 @@ def attaching(case: Case, at: int) -> None:
     def operate() -> object:
         return case.attach()
 
-    kept, result = interrupt(at, operate)
-    case.handler = result if isinstance(result, OnlineDataHandler) else case.attach()
+    case.handler = interrupt(at, operate).result or case.attach()
     case.audit_batches([], set())
-    del kept
 
 
 def closing(case: Case, at: int) -> None:
@@ -270,8 +236,7 @@ def closing(case: Case, at: int) -> None:
     def operate() -> None:
         case.handler.close()
 
-    kept, _ = interrupt(at, operate)
-    if kept is not None:
+    if interrupt(at, operate).kept is not None:
         again(operate)
     case.handler = case.attach()
     case.audit_batches([], set())
@@ -279,22 +244,18 @@ def closing(case: Case, at: int) -> None:
 
 _VERBS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
     "next": ({}, nexting),
-    "next-stale": ({"max_policy_lag": 3}, nexting),
-    "next-prefetch": ({"prefetch": 1}, nexting),
     "next-twice": ({}, nexting_twice),
-    "next-twice-prefetch": ({"prefetch": 1}, nexting_twice),
-    "offer": ({}, offering),
-    "ack": ({}, acking),
-    "ack-prefetch": ({"prefetch": 1}, acking),
-    "give-back": ({}, giving_back),
-    "give-back-prefetch": ({"prefetch": 1}, giving_back),
+    "ack": ({}, ending("ack")),
+    "give-back": ({}, ending("give_back")),
     "state": ({}, saving),
-    "state-prefetch": ({"prefetch": 1}, saving),
     "load": ({}, loading),
-    "load-prefetch": ({"prefetch": 1}, loading),
-    "attach": ({}, attaching),
     "close": ({}, closing),
-    "close-prefetch": ({"prefetch": 1}, closing),
+}
+_VERBS |= {f"{verb}-prefetch": ({"prefetch": 1}, run) for verb, (_, run) in _VERBS.items()}
+_VERBS |= {
+    "next-stale": ({"max_policy_lag": 3}, nexting),
+    "offer": ({}, offering),
+    "attach": ({}, attaching),
 }
 
 OPERATIONS = dict(_VERBS)

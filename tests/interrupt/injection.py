@@ -98,7 +98,6 @@ class Injection:
 
     @property
     def raised(self) -> bool:
-        """Whether the event was met."""
         return bool(self.where)
 
     def __enter__(self) -> Injection:
@@ -160,7 +159,6 @@ class Injection:
 
 
 def count_events(operate: Callable[[], object], caller: str) -> int:
-    """How many events an operation has."""
     with Injection(0, caller) as injection:
         operate()
     return injection.seen

@@ -17,7 +17,6 @@ from typing import Any
 
 import embedded
 from embedded import SHAPE, Fault, again, interrupt
-from injection import Injection
 
 import shmbus
 from shmbus.client.daemon_client import DaemonClient
@@ -27,13 +26,11 @@ PATIENCE_S = 30.0
 
 
 def serve(name: str) -> subprocess.Popen[bytes]:
-    """Start a daemon that nothing interrupts."""
     argv = [sys.executable, "-m", "shmbus", "serve", name, "--capacity", "1MiB"]
     return subprocess.Popen([*argv, "--log-level", "error"], stdin=subprocess.DEVNULL)
 
 
 def wait_for(make: Callable[[], Any]) -> Any:
-    """What is made once the daemon is there."""
     deadline = time.monotonic() + 20
     while True:
         try:
@@ -83,7 +80,16 @@ class Case(embedded.Case):
         return found
 
 
-def stepping(case: Case, at: int) -> Injection:
+def acknowledge_shards(case: Case, mine: list[shmbus.Group], others: list[shmbus.Group]) -> None:
+    """Acknowledge the shards of both ranks; nothing is left then."""
+    case.consumer.ack(mine)
+    case.others[0].ack(others)
+    case.balance()
+    case.others[0].stats()  # behind the acknowledgements
+    case.check_empty()
+
+
+def stepping(case: Case, at: int) -> None:
     """Take a step with two ranks, interrupt the first, and take it again."""
     case.offer(groups=4)
     share = 2 * SHAPE.more
@@ -99,47 +105,34 @@ def stepping(case: Case, at: int) -> Injection:
     def operate() -> object:
         return first.take_shard(groups=share, timeout=PATIENCE_S)
 
-    injection, kept, result = interrupt(at, operate)
-    mine: list[shmbus.Group] = [] if kept is not None else list(result)  # type: ignore[call-overload]
-    if kept is not None:
-        mine = first.take_shard(groups=share, timeout=PATIENCE_S)
+    outcome = interrupt(at, operate)
+    mine = outcome.groups if outcome.kept is None else list(operate())  # type: ignore[call-overload]
     thread.join()
     keys = sorted(group.instance_id for group in [*mine, *others])
     if keys != sorted(case.put):
         raise Fault(f"expected {sorted(case.put)}, got {keys}; {first.stats()}")
-    first.ack(mine)
-    second.ack(others)
-    case.balance()
-    ledger = second.stats()
-    if ledger.leased or ledger.stashed or ledger.in_ring:
-        raise Fault(f"something is left: {ledger}")
-    return injection
+    acknowledge_shards(case, mine, others)
 
 
-def polling(case: Case, at: int) -> Injection:
+def polling(case: Case, at: int) -> None:
     """A poll: the answer is there at once, whatever it is."""
-    consumer = case.consumer
     case.offer()
 
     def operate() -> object:
-        return consumer.take(1, 0)
+        return case.consumer.take(1, 0)
 
-    injection, kept, result = interrupt(at, operate)
-    held = [] if kept is not None or result is None else list(result)  # type: ignore[call-overload]
-    case.audit(held, set())
-    return injection
+    case.audit(interrupt(at, operate).groups, set())
 
 
-def ending_shard(verb: str) -> Callable[[Case, int], Injection]:
+def ending_shard(verb: str) -> Callable[[Case, int], None]:
     """A rank ends a group of its shard: what it gives back is its own again, and of no other."""
 
-    def run(case: Case, at: int) -> Injection:
+    def run(case: Case, at: int) -> None:
         case.offer(groups=4)
         share = 2 * SHAPE.more
         first, (second,) = case.consumer, case.others
-        mine = first.take_shard(groups=share, timeout=PATIENCE_S)
+        one, *mine = first.take_shard(groups=share, timeout=PATIENCE_S)
         others = second.take_shard(groups=share, timeout=PATIENCE_S)
-        one = mine.pop(0)
 
         def operate() -> None:
             if verb == "with":
@@ -148,30 +141,23 @@ def ending_shard(verb: str) -> Callable[[Case, int], Injection]:
             else:
                 getattr(one, verb)()
 
-        injection, kept, _ = interrupt(at, operate)
-        case.balance()
-        if kept is not None and one.state == "leased":
+        outcome = case.interrupt(at, operate, repeat=False)
+        if outcome.kept is not None and one.state == "leased":
             again(operate)
         if one.state == "given_back":
             (came,) = first.take_shard(groups=share, timeout=PATIENCE_S)
             if came.instance_id != one.instance_id:
                 raise Fault(f"gave back {one.instance_id}, got {came.instance_id}")
             mine.append(came)
-        first.ack(mine)
-        second.ack(others)
-        case.balance()
-        ledger = second.stats()
-        if ledger.leased or ledger.stashed or ledger.in_ring:
-            raise Fault(f"something is left: {ledger}")
-        return injection
+        acknowledge_shards(case, mine, others)
 
     return run
 
 
-def doubting(verb: str) -> Callable[[Case, int], Injection]:
+def doubting(verb: str) -> Callable[[Case, int], None]:
     """Interrupt the call after one that was interrupted in the middle of its dialogue."""
 
-    def run(case: Case, at: int) -> Injection:
+    def run(case: Case, at: int) -> None:
         case.offer()
         groups = case.take()
         source = case.consumer._source
@@ -184,52 +170,38 @@ def doubting(verb: str) -> Callable[[Case, int], Injection]:
             else:
                 getattr(groups[0], verb)()
 
-        injection, kept, _ = interrupt(at, operate)
-        if kept is not None:
+        if interrupt(at, operate).kept is not None:
             again(operate)
         done = {groups[0].instance_id} if verb == "ack" else set()
         case.audit(groups if verb == "stats" else groups[1:], done)
-        return injection
 
     return run
 
 
-def returning(case: Case, at: int) -> Injection:
+def returning(case: Case, at: int) -> None:
     """Attach as the rank that has just left; nobody has its place after an interrupt."""
     case.offer(groups=2)
-    case.consumer.close()
-
-    def operate() -> object:
-        return case.attach()
-
-    injection, kept, result = interrupt(at, operate)
-    case.consumer = result if isinstance(result, shmbus.Consumer) else case.attach()
+    embedded.reattach(case, at)
     for consumer in (case.consumer, *case.others):
         consumer.ack(consumer.take_shard(groups=SHAPE.more, timeout=PATIENCE_S))
-    case.balance()
-    ledger = case.others[0].stats()
-    if ledger.leased or ledger.stashed or ledger.in_ring:
-        raise Fault(f"something is left: {ledger}; after {kept}")
-    return injection
+    acknowledge_shards(case, [], [])
 
 
-def setting(case: Case, at: int) -> Injection:
+def setting(case: Case, at: int) -> None:
     version = at
 
     def operate() -> None:
         case.consumer.policy_version = version
 
-    injection, kept, _ = interrupt(at, operate)
-    if kept is not None:
+    if interrupt(at, operate).kept is not None:
         again(operate)
     if case.consumer.policy_version != version:
         raise Fault(f"the version is {case.consumer.policy_version}, {version} was set")
     case.offer()
     case.audit([], set())
-    return injection
 
 
-OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], Injection]]] = {
+OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
     "take": ({}, embedded.taking),
     "poll": ({}, polling),
     "ack": ({}, embedded.ending("ack")),

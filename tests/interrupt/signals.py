@@ -85,7 +85,6 @@ class Victim:
         ]
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise, as soon as that is allowed."""
         if not self.armed:
             self.missed = number
         elif number == signal.SIGINT:
@@ -147,7 +146,6 @@ class Victim:
         self.held = [group for group in self.held if group.state == "leased"]
 
     def run(self) -> None:
-        """Work until the input ends; say when an interrupt has come through."""
         for number in SIGNALS:
             signal.signal(number, self.handle)
         faulthandler.register(signal.SIGUSR1)

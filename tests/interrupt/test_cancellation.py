@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S
+from conftest import DEFAULT_DEADLINE_S, ends_of
 
 from shmbus import Bus, BusFullError, Consumer, Producer
 
@@ -23,7 +23,6 @@ TURNS = 8
 
 
 def fill(producer: Producer) -> list[str]:
-    """Put until there is no space for another."""
     keys: list[str] = []
     with contextlib.suppress(BusFullError):
         while True:
@@ -33,7 +32,6 @@ def fill(producer: Producer) -> list[str]:
 
 
 def taken(consumer: Consumer) -> list[str]:
-    """Acknowledge all that is there; return its keys."""
     keys: list[str] = []
     while groups := consumer.take(64, 0):
         keys += [group.instance_id for group in groups]
@@ -53,11 +51,7 @@ async def cancelled_after(turns: int, wait: Awaitable[object]) -> bool:
 
 
 def test_aput_that_is_cancelled_at_any_await_of_a_full_bus_puts_nothing(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "256KiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "256KiB"), daemon=False) as (producer, consumer):
         keys = fill(producer)
 
         async def run() -> None:
@@ -79,11 +73,7 @@ def test_of_many_tasks_those_that_are_not_cancelled_put_and_no_others_do(
     rng = random.Random(seed)
     found: list[str] = []
     over = threading.Event()
-    with (
-        Bus.create(bus_name, "256KiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "256KiB"), daemon=False) as (producer, consumer):
 
         def drain() -> None:
             while not over.wait(rng.uniform(0, 0.003)):
@@ -126,11 +116,7 @@ def test_of_many_tasks_those_that_are_not_cancelled_put_and_no_others_do(
 def test_ctrl_c_ends_a_loop_that_waits_for_space_and_nothing_is_put(
     bus_name: str, wait: str
 ) -> None:
-    with (
-        Bus.create(bus_name, "256KiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "256KiB"), daemon=False) as (producer, consumer):
         keys = fill(producer)
 
         async def run() -> None:

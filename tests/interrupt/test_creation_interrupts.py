@@ -13,7 +13,7 @@ from conftest import open_descriptors
 
 import shmbus
 from shmbus.channel import endpoint as channels
-from shmbus.pool import lifecycle as pools
+from shmbus.pool import pool_file as pools
 
 #: Bytes that take some milliseconds to allocate.
 SIZE = 64 << 20

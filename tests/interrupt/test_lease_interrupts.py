@@ -11,7 +11,7 @@ import torch
 from injection import Injected, Injection
 
 from shmbus.pool import PoolReader, read_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 Lease = Callable[[], AbstractContextManager[object]]

@@ -12,7 +12,7 @@ from injection import Injected, Injection
 
 from shmbus import DamagedError
 from shmbus.weights import SharedModel, attach_model, share_model
-from shmbus.weights.shared_file import path_of
+from shmbus.weights.single_copy import path_of
 
 
 def model_of(value: float) -> torch.nn.Linear:

@@ -18,7 +18,9 @@ from shmbus.pool import (
     VersionWrite,
     put_piece,
 )
-from shmbus.pool.patches import export_patch, patched_crc, take_patch
+from shmbus_ext._core import pool_patch_bytes as export_patch
+from shmbus_ext._core import pool_patch_crc as patched_crc
+from shmbus_ext._core import pool_patch_take as take_patch
 
 KIND = "weights"
 SIZE = 1 << 18
@@ -91,7 +93,7 @@ def test_each_version_follows_and_has_the_same_patch_there(ends: Ends) -> None:
             base, runs = exported
             assert base == lease.sequence - 1
             with begun(ends.there, version) as write:
-                assert take_patch(write, runs)
+                assert take_patch(write.buffer, runs)
                 assert patched_crc(runs, write.buffer) == patched_crc(runs, lease.buffer)
             with ends.newest_there() as copy:
                 assert np.array_equal(copy.view(), ends.payload)
@@ -106,7 +108,7 @@ def test_a_patch_of_another_base_is_refused_and_the_version_before_stays(ends: E
         assert exported is not None
         write = begun(ends.there, 3)
         runs = exported[1]
-        took = take_patch(write, runs)
+        took = take_patch(write.buffer, runs)
         assert not took or patched_crc(runs, write.buffer) != patched_crc(runs, lease.buffer)
         write.give_up("another base")
     with ends.newest_there() as copy:
@@ -125,13 +127,13 @@ def test_bad_patch_bytes_write_nothing_outside_the_version(ends: Ends, seed: int
                 if harmed:
                     harmed[rng.randrange(min(len(harmed), 400))] = rng.randrange(256)
             write = begun(ends.there, 2)
-            good = take_patch(write, harmed)
+            good = take_patch(write.buffer, harmed)
             crc = patched_crc(harmed, write.buffer) if good else None
             if good and crc == patched_crc(runs, lease.buffer) and bytes(harmed) == runs:
                 assert np.array_equal(write.view(), ends.payload)
             write.give_up("harmed")
             assert np.array_equal(before.view(), kept)
     with begun(ends.there, 2) as write:
-        assert take_patch(write, runs)
+        assert take_patch(write.buffer, runs)
     with ends.newest_there() as copy:
         assert np.array_equal(copy.view(), ends.payload)

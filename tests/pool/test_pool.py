@@ -24,7 +24,7 @@ from shmbus.pool import (
     read_pool,
     unlink_pool,
 )
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus_ext import _core
 
 SIZE = 1 << 20

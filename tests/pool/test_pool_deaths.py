@@ -8,7 +8,7 @@ from pathlib import Path
 from conftest import Spawner
 
 from shmbus.pool import PoolPublisher, PoolSpec, read_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 
 KIND = "weights"
 SIZE = 1 << 20

@@ -10,7 +10,7 @@ from conftest import Spawner
 
 from shmbus import errors
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, read_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 
 ROUNDS = 3000
 TABLES = 4096 + 8 * 256 + 64 * 256 + 128 * 256
@@ -72,7 +72,7 @@ def main(bus: str, seed: int) -> None:
 
 def test_no_bytes_of_a_pool_crash_a_reader(bus_name: str, spawn: Spawner, seed: int) -> None:
     text = "import sys; sys.path.insert(0, sys.argv[3]); import test_pool_fuzz as t\n"
-    text += "import shmbus.pool.lifecycle as l; l.OPEN_WAIT_S = 0\n"
+    text += "import shmbus.pool.pool_file as l; l.OPEN_WAIT_S = 0\n"
     text += "t.main(sys.argv[1], int(sys.argv[2]))"
     here = str(Path(__file__).parent)
     child = spawn.script(text, bus_name, seed, here, env={"PYTHONPATH": ":".join(sys.path)})

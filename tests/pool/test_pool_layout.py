@@ -9,7 +9,7 @@ import pytest
 
 from shmbus import errors
 from shmbus.pool import Piece, PoolPublisher, PoolReader, PoolSpec, put_piece
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus_ext import _core
 
 SLOT_ROWS = 4096

@@ -10,7 +10,7 @@ from conftest import Child, Spawner, wait_until
 
 from shmbus import PeerGoneError, WaitTimeoutError
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, read_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.weights import WeightsError
 
 KIND = "weights"

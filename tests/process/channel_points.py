@@ -38,12 +38,10 @@ POINTS = {
 
 
 def payload(step: int) -> bytes:
-    """Bytes of a step, of another length each."""
     return bytes([step + 1]) * (1 + 3000 * step)
 
 
 def run_sender(name: str) -> None:
-    """Send every step."""
     with ChannelSender(name, timeout=60) as side:
         side.state(b"specs")
         for step in range(STEPS):
@@ -51,7 +49,6 @@ def run_sender(name: str) -> None:
 
 
 def run_receiver(name: str) -> None:
-    """Receive and acknowledge every step."""
     with ChannelReceiver(name, timeout=60, wait=60) as side:
         side.state(b"specs")
         for step in range(STEPS):
@@ -72,7 +69,6 @@ CHILDREN = {"sender": run_sender, "receiver": run_receiver, "resumer": run_resum
 
 
 def check(message: Message, expected: int, faults: list[str]) -> None:
-    """Compare a message with its step's."""
     if message.step != expected or bytes(memoryview(message.memory)) != payload(message.step):
         faults.append(f"expected step {expected}, got {message.step}")
 
@@ -91,7 +87,6 @@ class Side:
         return ended
 
     def resume(self) -> None:
-        """Resume a child that is stopped."""
         if not self.look() and self.child.stopped:
             self.child.go_on()
 
@@ -117,7 +112,6 @@ def receive_all(name: str, first: int, faults: list[str], *, stop_at: int = STEP
 
 
 def after_a_sender(name: str, side: Side, action: str) -> list[str]:
-    """Receive from a sender that meets its point, and from its successor."""
     faults: list[str] = []
     expected = 0
     receiver = ChannelReceiver(name, timeout=WAIT_S, wait=WAIT_S)
@@ -147,7 +141,6 @@ def after_a_sender(name: str, side: Side, action: str) -> list[str]:
 
 
 def after_a_receiver(name: str, side: Side, action: str) -> list[str]:
-    """Send to a receiver that meets its point, and to its successor."""
     faults: list[str] = []
     sender = ChannelSender(name, timeout=QUIET_S)
     step = 0
@@ -203,7 +196,6 @@ FOLLOW = {
 
 
 def case(kind: str, name: str, failpoint: str, action: str) -> dict[str, object]:
-    """Run one case: what went wrong, and whether the child met its point."""
     side = Side(Child(lambda: CHILDREN[kind](name), failpoint))
     try:
         if kind == "resumer":

@@ -143,14 +143,12 @@ def content(instance_id: str, index: int, size: int) -> np.ndarray:
 
 
 def speak_into(log: Path) -> None:
-    """Redirect stdout and stderr to a file."""
     with log.open("ab") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
 
 
 def serve(name: str, kind: str, failpoint: str, log: Path) -> None:
-    """Be the daemon."""
     speak_into(log)
     if kind != "successor":  # where a rank has to reconnect in time, however slow this build is
         limits.RECLAIM_WAIT_S = RECLAIM_WAIT_S
@@ -167,7 +165,6 @@ def join(name: str, rank: int) -> shmbus.Consumer:
 
 
 def train(name: str, rank: int, failpoint: str, log: Path, told: mmap.mmap) -> None:
-    """Be a rank: check each group, and log it before and after it is acknowledged."""
     speak_into(log.with_name(f"rank-{rank}.log"))
     # On a busy machine the next daemon may start later than a trainer would wait for it.
     source.DAEMON_WAIT_S = DEADLINE_S
@@ -301,7 +298,6 @@ class Case:
     # -- the scenario ---------------------------------------------------------------------------
 
     def play(self) -> None:
-        """Run from the first group to the last."""
         if self.kind in ("successor", "late_rank"):
             self.held = self.ranks[0]
             for _ in deadline("a rank that stops with a shard"):
@@ -376,7 +372,6 @@ class Case:
             self.faults.append(f"{ledger.capacity - ledger.free} bytes are held at the end")
 
     def end(self) -> None:
-        """End every process that is left."""
         for member in (self.daemon, *self.ranks):
             member.kill()
 
@@ -395,7 +390,6 @@ def daemon_case(name: str, kind: str, failpoint: str, directory: Path) -> dict[s
 
 
 def snapshot_case(name: str, kind: str, failpoint: str, directory: Path) -> dict[str, object]:
-    """Check that a snapshot is complete or absent, and that the bus goes on."""
     faults = []
     with shmbus.Bus.create(name, "512KiB", max_producers=2, extent_bytes=EXTENT):
         with shmbus.Producer(name) as producer:

@@ -45,7 +45,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def serve(name: str) -> None:
-    """Be the daemon."""
     os.dup2(os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     options = ["--group-timeout", soak.GROUP_TIMEOUT_S, "--on-timeout", "drop"]
     assert shmbus_main(["serve", name, *map(str, options)]) == 0
@@ -118,7 +117,6 @@ class DaemonSoak(Soak):
             time.sleep(0.002)
 
     def act(self) -> None:
-        """Do one of the faults."""
         rank = f"rank {self.rng.randrange(RANKS)}"
         what = self.rng.random() if not self.kills else 1.0
         if what < 0.10:
@@ -169,7 +167,6 @@ def with_wall_clock(directory: str) -> None:
 
 
 def main() -> None:
-    """Soak for so many seconds."""
     if "SHMBUS_WALL_CLOCK" not in os.environ:
         with tempfile.TemporaryDirectory() as directory:
             with_wall_clock(directory)

@@ -27,7 +27,6 @@ POINTS: dict[str, tuple[int, ...]] = {
 
 
 def write_groups(name: str) -> None:
-    """Put numbered groups, of which some take two extents."""
     with shmbus.Producer(name) as producer:
         for number in range(GROUPS):
             size = 2000 if number % 7 == 3 else 100 + number * 97 % 900

@@ -63,7 +63,6 @@ def counts(name: str) -> dict[str, int]:
 
 
 def main() -> None:
-    """Warm up, count, cycle, count."""
     name, cycles = sys.argv[1], int(sys.argv[2])
     for number in range(WARM_UP):
         cycle(name, number)

@@ -59,7 +59,6 @@ def run_publisher(bus: str, *, patch: bool = False, **rank: int) -> None:
 
 
 def run_reader(bus: str) -> None:
-    """Apply what is newest, three times."""
     with PoolReader(bus, "weights") as reader:
         for _ in range(3):
             with reader.latest(timeout=20) as lease:

@@ -53,7 +53,6 @@ BEFORE = "commit-intended:3:kill"
 
 
 def relay(sources: list[str], sink: str) -> None:
-    """Be a relay, until the signal."""
     exchange = Exchange()
     policy = StashPolicy(skip_zero_variance=True)
     makers: dict[str, Callable[[Any], Any]] = {

@@ -49,7 +49,6 @@ POINTS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def answer(producer: shmbus.Producer) -> None:
-    """Answer one retry request."""
     for wanted in producer.requests.retries(limit=1):
         make(producer, wanted)
 
@@ -69,7 +68,6 @@ class Reader:
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def take(self) -> None:
-        """Take the groups that are ready, and acknowledge them."""
         for group in self.consumer.take(4, timeout=0.01):
             number = int(group.instance_id[1:])
             whole = all(

@@ -6,19 +6,21 @@ that disk. A fault kills or stops a process, or fills the disk. After each pair 
 take a step. At the end every prompt was trained, once, with the tokens that engines sampled, the
 score of its agent, and the column of its annotator; no call waited beyond its timeout.
 
-Usage: ``PYTHONPATH=tests python tests/process/second_fault.py NAME PAIRS SECONDS SEED``, which ends
-after so many pairs or seconds. Prints one JSON report.
+Usage: ``PYTHONPATH=tests:tests/recorder python tests/process/second_fault.py NAME PAIRS SECONDS
+SEED``, which ends after so many pairs or seconds. Prints one JSON report.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import http.client
 import json
 import mmap
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -31,14 +33,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from recorder.recorders import ask
-from recorder.stub_engine import END, LETTERS
-from recorder.stub_engine import run as run_engine
+from recorders import ask
 from relay.connections import open_mailbox
+from stub_engine import END, LETTERS
+from stub_engine import run as run_engine
 from supervisor import DEADLINE_S, Supervisor, own_tmpfs, unmount
 
 import shmbus
 from shmbus.cli import main as shmbus_main
+from shmbus.relay import keep
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.party import run_party
 from shmbus.relay.sink_party import SinkParty
@@ -51,13 +54,17 @@ SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 COLUMN = {"reference": "float32"}
 COORDINATOR = "coordinator"
 GROUP_SIZE, GROUPS_PER_BATCH, TURNS, THREADS = 2, 2, 2, 2
-DISK_BYTES = 4 << 20
+#: The disk, and what the kept file may hold of ended records, so that the file is often made anew.
+DISK_BYTES, keep._SPARE_BYTES = 8 << 20, 1 << 20
 #: Seconds between two faults of a pair, and of a stop; at most.
 APART_S, STOP_S = 0.3, 0.6
 #: Seconds that a call may wait, and that a busy machine may add.
 WAIT_S, SLACK_S = 2.0, DEADLINE_S / 2
 #: Seconds after a pair in which the trainer takes a step.
 STEP_S = 2 * DEADLINE_S
+
+#: Characters of each process's log that a failed storm prints.
+TOLD = 3000
 
 Value = TypeVar("Value")
 
@@ -135,6 +142,8 @@ class System(Supervisor):
             log = os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            faulthandler.enable()
+            faulthandler.register(signal.SIGUSR1)
             torch.set_num_threads(1)
             program(life)
 
@@ -193,7 +202,6 @@ class System(Supervisor):
             session.finish(run_agent(session.base_url, session.api_key, rng))
 
     def harness(self, life: int) -> None:
-        """Open, run and score over HTTP, at any living recorder."""
         rng = random.Random(f"{self.seed} {life}")
         while True:
             with contextlib.suppress(*AGENT_FAULTS):
@@ -337,15 +345,22 @@ class System(Supervisor):
         before, end = self.stamp(), time.monotonic() + STEP_S
         while self.stamp() == before:
             self.replace_finished()
-            assert time.monotonic() < end, f"no step in {STEP_S} s after {self.latest}"
+            if time.monotonic() > end:
+                self.say_where()
+                raise AssertionError(f"no step in {STEP_S} s after {self.latest}")
             time.sleep(0.01)
+
+    def say_where(self) -> None:
+        """Have each process write its stacks into its log."""
+        for child in self.children.values():
+            os.kill(child.pid, signal.SIGUSR1)
+        time.sleep(1.0)
 
     def stamp(self) -> int:
         """Time of the newest checkpoint."""
         return self.position.stat().st_mtime_ns if self.position.exists() else 0
 
     def finish(self) -> None:
-        """Train what was offered."""
         self.over[0] = 1
         trainer, end = self.children["trainer"], time.monotonic() + 2 * STEP_S
         while not trainer.look():
@@ -379,12 +394,13 @@ class System(Supervisor):
         return {
             "offered": offered,
             "trained": len(times),
-            "lost": offered - len(times),
+            "lost": [f"q{number}" for number in range(offered) if f"q{number}" not in times],
             "twice": sum(count > 1 for count in times.values()),
             "foreign": foreign,
             "scores": scores,
             "late": late.read_text().splitlines() if late.exists() else [],
             "undelivered": [ledger.undelivered for ledger in ledgers],
+            "dropped": [ledger.dropped for ledger in ledgers],
             "faults": dict(self.done),
             "disk": self.has_disk,
         }
@@ -401,7 +417,6 @@ AGENT_FAULTS = (
 
 
 def run_agent(base_url: str, key: str, rng: random.Random) -> float:
-    """Chat for some turns; return the score."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"go {rng.random()}"}]
     said = ""
     for _ in range(TURNS):
@@ -422,7 +437,6 @@ def reference(tokens: np.ndarray) -> np.ndarray:
 
 
 def line_of(group: shmbus.Group) -> list[Any]:
-    """A trained group for the log."""
     samples = [
         [
             sample.score,
@@ -457,7 +471,6 @@ def take_sampled(row: list[Any], sampled: dict[tuple[int, ...], list[Any]]) -> b
 
 
 def main() -> None:
-    """Run a storm, and audit it."""
     name, seed = sys.argv[1], int(sys.argv[4])
     pairs, seconds = float(sys.argv[2]), float(sys.argv[3])
     print(f"seed {seed}", file=sys.stderr)
@@ -470,10 +483,12 @@ def main() -> None:
             while system.done["pairs"] < pairs and time.monotonic() < end:
                 system.pair()
             system.finish()
-            print(json.dumps(system.audit()))
+            report = system.audit()
+            print(json.dumps(report))
+            assert not report["lost"] and not report["twice"], "the audit"
         except BaseException:
             for log in sorted(Path(folder).glob("*.log")):
-                print(f"--- {log.stem}\n{log.read_text()[-3000:]}", file=sys.stderr)
+                print(f"--- {log.stem}\n{log.read_text()[-TOLD:]}", file=sys.stderr)
             raise
         finally:
             system.end()

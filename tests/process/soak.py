@@ -55,7 +55,6 @@ def size_of(life: int, number: int, index: int) -> int:
 
 
 def sample_of(life: int, number: int, index: int) -> dict[str, Any]:
-    """Arguments of a put."""
     data = content(life, number, index, size_of(life, number, index))
     return {"instance_id": f"{life}-{number}", "group_size": SIZE, "index": index, "data": data}
 
@@ -110,7 +109,6 @@ def produce(name: str, notes: Notes, life: int, seed: int) -> None:
 
 
 def consume(name: str, notes: Notes, answers: Notes) -> None:
-    """Take, check, and acknowledge, for ever."""
     with shmbus.Consumer(name, group_timeout=GROUP_TIMEOUT_S, on_timeout="drop") as consumer:
         while True:
             take_some(consumer, answers, 0.2)
@@ -144,8 +142,6 @@ def judge(group: shmbus.Group, answers: Notes) -> tuple[int, int]:
 
 
 class Soak(Supervisor):
-    """The processes, and their faults."""
-
     #: The fault that an argument of the program counts.
     COUNTED = "producer kills"
 
@@ -159,11 +155,9 @@ class Soak(Supervisor):
         self.start("consumer", self.consume)
 
     def produce(self, life: int) -> None:
-        """Be a producer."""
         produce(self.name, self.notes, life, self.seed + life)
 
     def consume(self, life: int) -> None:
-        """Be the consumer."""
         consume(self.name, self.notes, self.answers)
 
     def kill_consumer(self) -> None:
@@ -179,11 +173,9 @@ class Soak(Supervisor):
         self.done["stops"] += 1
 
     def counted(self) -> None:
-        """Do the fault that is counted."""
         self.kill_producer()
 
     def act(self) -> None:
-        """Do one of the faults."""
         what = self.rng.random()
         if self.kills and what < 0.9:
             self.counted()
@@ -224,7 +216,6 @@ class Soak(Supervisor):
         return 0
 
     def finish(self) -> shmbus.Ledger:
-        """End all, and take what is left."""
         self.end()
         with shmbus.Consumer(
             self.name, group_timeout=0.5, on_timeout="drop", daemon=False

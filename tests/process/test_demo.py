@@ -23,12 +23,10 @@ def has_stepped(child: Child) -> bool:
 
 
 def segments_of(child: Child) -> list[Path]:
-    """The bus of the demo and its weights."""
     return sorted(SHM_DIR.glob(f"shmbus*.demo-{child.pid}-*"))
 
 
 def workers_of(child: Child) -> list[int]:
-    """Processes whose parent is the demo."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -8,14 +8,14 @@ rank stopped; the number of ranks changed; the bus saved, removed and restored.
 A checkpoint holds what its model was trained on, so the audit is exact: every prompt up to the last
 position was trained once, but for those whose sample always fails, which were given up.
 
-Usage: ``python tests/process/week.py NAME STEPS SEED [alone]``; ``alone`` runs one embedded trainer
-without a daemon. Prints one JSON report, and exits with 1 where the audit finds anything.
+Usage: ``PYTHONPATH=tests python tests/process/week.py NAME STEPS SEED [alone]``; ``alone`` runs one
+embedded trainer without a daemon. Prints one JSON report, and exits with 1 where the audit finds
+anything.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import json
 import logging
@@ -23,11 +23,9 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from supervisor import Supervisor
 
 import shmbus
 from shmbus.cli import main as shmbus_main
@@ -55,7 +54,6 @@ HANG_S = 60.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 BACKOFF = (0.05, 0.5)
 #: A line for each sample that failed by chance: where one did so each time, it is given up.
 UNLUCKY, SAMPLE_RETRIES = "unlucky-samples", 2
-_PR_SET_PDEATHSIG = 1
 
 
 def fails_always(number: int) -> bool:
@@ -63,7 +61,6 @@ def fails_always(number: int) -> bool:
 
 
 def prompts() -> Iterator[tuple[str, np.ndarray]]:
-    """Give the data: without an end, the same in each life."""
     number = 0
     while True:
         yield f"prompt-{number}", np.array([number], np.int32)
@@ -74,7 +71,6 @@ def prompts() -> Iterator[tuple[str, np.ndarray]]:
 
 
 def serve(name: str) -> None:
-    """Be the daemon."""
     options = [
         "--sample-retries",
         str(SAMPLE_RETRIES),
@@ -160,7 +156,6 @@ class Checkpoints:
 
 
 def train(name: str, folder: Path, life: str, rank: int, ranks: int, last: int, seed: int) -> None:
-    """Take steps until the last one, from the newest checkpoint on."""
     rng = random.Random(seed)
     checkpoints = Checkpoints(folder)
 
@@ -273,67 +268,49 @@ def evaluate(handler: OnlineDataHandler) -> None:
 # --- what goes wrong
 
 
-class Week:
-    """The processes, and what is done to them."""
-
+class Week(Supervisor):
     def __init__(self, name: str, folder: Path, steps: int, seed: int, *, alone: bool) -> None:
+        super().__init__(seed)
         self.name, self.folder, self.steps, self.alone = name, folder, steps, alone
-        self.rng = random.Random(seed)
-        self.done: Counter[str] = Counter()
-        self.lives = 0
+        self.seed, self.lives = seed, 0
         self.ranks_wanted = 1 if alone else 2
-        self.ranks: list[int] = []
         if alone:
             (folder / "alone").touch()
         shmbus.Bus.ensure(name, "16MiB", schema=SCHEMA).close()
         (folder / UNLUCKY).touch()
-        self.daemon = self.start_daemon()
-        self.workers = [self.start_worker() for _ in range(WORKERS)]
-        self.start_ranks()
+        self.start_all()
 
-    def fork(self, program: Callable[[], None]) -> int:
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid:
-            return pid
-        status = 1
-        try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    def start(self, name: str, program: Callable[[int], None] | None = None) -> None:
+        def single_threaded(number: int) -> None:
             torch.set_num_threads(1)
-            program()
-            status = 0
-        except BaseException:
-            (self.folder / f"failed-{os.getpid()}").write_text(traceback.format_exc())
-        finally:
-            os._exit(status)
+            program(number)
 
-    def start_daemon(self) -> int:
-        return 0 if self.alone else self.fork(lambda: serve(self.name))
+        sys.stdout.flush()
+        super().start(name, single_threaded if program is not None else None)
 
-    def start_worker(self) -> int:
-        seed = self.rng.randrange(1 << 30)
-        return self.fork(lambda: work(self.name, self.folder, seed))
+    def start_all(self) -> None:
+        if not self.alone:
+            self.start("daemon", lambda _: serve(self.name))
+        for at in range(WORKERS):
+            self.start(
+                f"worker {at}", lambda number: work(self.name, self.folder, self.seed + number)
+            )
+        self.start_ranks()
 
     def start_ranks(self) -> None:
         self.lives += 1
-        life, count, seed = str(self.lives), self.ranks_wanted, self.rng.randrange(1 << 30)
-        for rank in range(count):
-            self.ranks.append(
-                self.fork(
-                    lambda rank=rank: train(
-                        self.name, self.folder, life, rank, count, self.steps, seed + rank
-                    )
-                )
+        for rank in range(self.ranks_wanted):
+            self.programs.pop(f"rank {rank}", None)
+            told = (str(self.lives), rank, self.ranks_wanted, self.steps)
+            self.start(
+                f"rank {rank}",
+                lambda number, told=told: train(self.name, self.folder, *told, self.seed + number),
             )
 
-    def kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-    def kill_ranks(self) -> None:
-        for pid in self.ranks:
-            self.kill(pid)
-        self.ranks.clear()
+    def stop_all(self) -> None:
+        order = [*self.children]
+        self.rng.shuffle(order)
+        self.kill(*order)
 
     def step(self) -> int:
         return max(Checkpoints(self.folder).steps(), default=0)
@@ -341,35 +318,29 @@ class Week:
     # each fault -----------------------------------------------------------------------------
 
     def worker_killed(self) -> None:
-        at = self.rng.randrange(WORKERS)
-        self.kill(self.workers[at])
-        self.workers[at] = self.start_worker()
+        self.restart(self.rng.choice(self.named("worker")))
 
     def worker_stopped(self) -> None:
-        pid = self.rng.choice(self.workers)
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(self.rng.random())
-        os.kill(pid, signal.SIGCONT)
+        self.pause(self.rng.choice(self.named("worker")))
 
     def rank_stopped(self) -> None:
-        pid = self.rng.choice(self.ranks)
-        os.kill(pid, signal.SIGSTOP)
+        child = self.children[self.rng.choice(self.named("rank"))]
+        child.stop()
         time.sleep(self.rng.random())
         if self.rng.random() < 0.5:
             self.daemon_killed()
         time.sleep(self.rng.random())
-        os.kill(pid, signal.SIGCONT)
+        child.go_on()
 
     def rank_killed(self) -> None:
-        self.kill(self.ranks.pop(self.rng.randrange(len(self.ranks))))
-        self.kill_ranks()
+        ranks = self.named("rank")
+        self.rng.shuffle(ranks)
+        self.kill(*ranks)
         self.start_ranks()
 
     def daemon_killed(self) -> None:
-        if self.alone:
-            return
-        self.kill(self.daemon)
-        self.daemon = self.start_daemon()
+        if not self.alone:
+            self.restart("daemon")
 
     def all_killed(self) -> None:
         self.stop_all()
@@ -383,13 +354,12 @@ class Week:
     def ranks_changed(self) -> None:
         if self.alone:
             return
-        self.kill_ranks()
+        self.kill(*self.named("rank"))
         self.ranks_wanted = self.rng.choice(
             [count for count in (1, 2, 3) if count != self.ranks_wanted]
         )
         if self.rng.random() < 0.5:
-            self.kill(self.daemon)
-            self.daemon = self.start_daemon()
+            self.daemon_killed()
         self.start_ranks()
 
     def bus_restored(self) -> None:
@@ -400,20 +370,6 @@ class Week:
         assert shmbus_main(["restore", str(saved), self.name]) == 0
         shutil.rmtree(saved)
         self.start_all()
-
-    def stop_all(self) -> None:
-        order = [*self.ranks, *self.workers, *([self.daemon] if self.daemon else [])]
-        self.rng.shuffle(order)
-        for pid in order:
-            self.kill(pid)
-        self.ranks.clear()
-        self.workers.clear()
-        self.daemon = 0
-
-    def start_all(self) -> None:
-        self.daemon = self.start_daemon()
-        self.workers = [self.start_worker() for _ in range(WORKERS)]
-        self.start_ranks()
 
     # --- the run
 
@@ -427,8 +383,7 @@ class Week:
         next_at = every
         moved, seen = time.monotonic(), 0
         while (step := self.step()) < self.steps:
-            if failed := sorted(self.folder.glob("failed-*")):
-                raise AssertionError(failed[0].read_text())
+            self.check()
             if step != seen:
                 moved, seen = time.monotonic(), step
             if time.monotonic() - moved > HANG_S:
@@ -441,12 +396,13 @@ class Week:
                 next_at = step + self.rng.randint(1, 2 * every)
                 moved = time.monotonic()
             time.sleep(0.01)
-        for pid in self.ranks:
-            _, status = os.waitpid(pid, 0)
-            if status:
-                failed = sorted(self.folder.glob("failed-*"))
-                raise AssertionError(failed[0].read_text() if failed else f"status {status}")
-        self.ranks.clear()
+        for name in self.named("rank"):
+            assert self.children.pop(name).wait() == 0, name
+
+    def check(self) -> None:
+        """Check that no process failed; a rank may be at its end."""
+        for name, child in self.children.items():
+            assert not child.look() or child.status == 0, f"{name} ended with {child.status}"
 
     def status(self) -> str:
         out = io.StringIO()
@@ -490,7 +446,6 @@ class Week:
 
 
 def offered(states: list[dict[str, Any]]) -> int:
-    """Return how many prompts the run has gone through."""
     return max(state["handler"]["offer"].get("position", 0) for state in states)
 
 
@@ -499,7 +454,6 @@ def open_of(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run a week, and audit it."""
     name, steps, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     alone = len(sys.argv) > 4 and sys.argv[4] == "alone"
     logging.basicConfig(level=logging.ERROR)

@@ -173,17 +173,6 @@ def test_an_odd_body_is_400(body: Any, status: int, code: str, session: shmbus.S
     chat(session, [user("hello")])
 
 
-def test_a_body_of_100_mb_is_413_unread(session: shmbus.Session, recorder: Recorder) -> None:
-    parts = urlsplit(session.base_url)
-    with socket.create_connection((parts.hostname, parts.port)) as raw:
-        raw.sendall(
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer "
-            f"{session.api_key}\r\nContent-Length: {100 << 20}\r\n\r\n".encode()
-        )
-        assert b"413" in raw.recv(100)
-    chat(session, [user("hello")])
-
-
 def test_bodies_beyond_the_memory_of_all_are_503(scene: Scene) -> None:
     recorder = scene.start_recorder(scene.engine, memory=6 << 10)
     session = scene.open()

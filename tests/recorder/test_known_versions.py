@@ -318,6 +318,18 @@ def test_a_server_has_version_0_until_it_loads_one_but_not_after_it_was_started_
         assert known() == 5
 
 
+def test_a_version_asked_behind_an_answer_is_of_now(
+    producer: shmbus.Producer, consumer: shmbus.Consumer, publisher: PoolPublisher, bus: shmbus.Bus
+) -> None:
+    url = "http://127.0.0.1:1"
+    with PoolReader(bus.name, "weights", label=f"{url} rank 0") as rank:
+        for version in range(1, 20):
+            publish(publisher, version)
+            with rank.latest(timeout=10.0) as newest:
+                rank.applied(newest)
+            assert producer.version_of(url) == version
+
+
 def _is_known(producer: shmbus.Producer) -> bool:
     try:
         return producer.policy_version >= 0

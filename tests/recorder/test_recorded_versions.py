@@ -11,7 +11,7 @@ import pytest
 from conftest import wait_until
 from recorders import Scene, ask, chat, user
 
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 
 pytest_plugins = ["recorder_fixtures"]
 

@@ -13,7 +13,7 @@ from relay.local import LocalMailbox, LocalRelay
 from relay.mirrors import SOURCE, Trainer, checked, mirrors, remove, version_of
 
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.relay.command import show_weights
 from shmbus.relay.messages import Message, VersionOffer, VersionPiece
 from shmbus.relay.mirror_party import POOL_KIND
@@ -123,7 +123,7 @@ def test_blocks_have_digests_where_the_publisher_made_some(bus_name: str, nodes:
 def test_subscribers_of_weights_work_unchanged(bus_name: str, nodes: list[str]) -> None:
     torch = pytest.importorskip("torch")
     from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
-    from shmbus.weights.carriers.base import KIND
+    from shmbus.weights.carriers.interface import KIND
 
     assert KIND == POOL_KIND
     model, other = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
@@ -236,7 +236,7 @@ def test_a_node_with_too_little_memory_says_so_and_gets_the_version_once_there_i
 
 def test_a_version_in_a_devices_memory_is_refused_by_name(trainer: Trainer, bus_name: str) -> None:
     pytest.importorskip("torch")
-    from shmbus.weights.carriers.base import VersionMeta
+    from shmbus.weights.carriers.interface import VersionMeta
 
     node = f"{bus_name}.a"
     with mirrors(trainer.bus, [node]) as relay:

@@ -11,12 +11,10 @@ __all__ = ["ask", "take_all", "totals"]
 
 
 def totals(bus: Bus) -> tuple[int, ...]:
-    """Return (offered, open, claimed, done, given_up) and open groups."""
     return _core.request_totals(bus._segment)[:6]
 
 
 def take_all(producer: Producer) -> list[Request]:
-    """Take every sample that is open."""
     found = []
     while (request := producer.requests.next(0)) is not None:
         found.append(request)

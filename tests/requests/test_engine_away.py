@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Spawner, next_request, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer
@@ -200,8 +200,7 @@ def test_without_a_consumer_a_failing_worker_waits_longer_each_time(
                 producer.requests.fail(request, "refused")
                 failed += 1
         assert 16 <= failed <= 20
-        request = producer.requests.next(timeout=60.0)
-        assert request is not None
+        request = next_request(producer, timeout=60.0)
         producer.requests.answer(request, score=1.0, tokens=[1])
         assert len(producer.requests.next_many(40, timeout=0)) == 40, "an answer ends the wait"
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Spawner, next_request, wait_until
 from counted_calls import count
 
 from shmbus import Bus, BusRemovedError, Consumer, Feeder, Producer
@@ -117,8 +117,7 @@ def test_a_failed_sample_that_is_asked_for_again_wakes_a_waiting_worker(
         Consumer(bus.name, sample_retries=1, retry_backoff=(0.01, 0.01)) as consumer,
         ThreadPoolExecutor(1) as pool,
     ):
-        request = failing.requests.next(10)
-        assert request is not None
+        request = next_request(failing)
         found = pool.submit(waiting.requests.next, 40)
         wait_until(lambda: _core.request_wanted(bus._segment))
         failing.requests.fail(request, "no answer")

@@ -335,7 +335,6 @@ def test_a_bound_in_versions_follows_what_the_trainer_takes(bus_name: str) -> No
         number = 0
 
         def fill() -> int:
-            """Begin as many groups as may begin; return how many are ahead."""
             nonlocal number
             while True:
                 try:

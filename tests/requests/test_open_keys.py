@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from conftest import next_request
 from counted_work import instructions
 
 from shmbus import Bus, Consumer, Producer
@@ -83,8 +84,7 @@ def test_each_prompt_of_an_earlier_life_is_passed_over_at_a_constant_cost(bus_na
             (request,) = consumer.open_requests()
             assert request == ("q0", None, "train")
             with Producer(bus_name) as producer:
-                handed = producer.requests.next(timeout=0)
-                assert handed is not None
+                handed = next_request(producer, timeout=0)
                 producer.requests.answer(handed, tokens=PROMPT)
             consumer.ack(consumer.take(1, timeout=10))
     assert costs[1] <= 1.1 * costs[0]

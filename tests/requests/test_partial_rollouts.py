@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Spawner, next_request, wait_until
 
 from shmbus import Bus, BusFullError, Consumer, Feeder, Producer
 from shmbus.segment.names import companion_name
@@ -47,12 +47,10 @@ def test_the_next_worker_goes_on_and_the_answer_has_the_span_of_versions(
 ) -> None:
     offer(bus)
     with Consumer(bus.name) as consumer, Producer(bus.name) as other:
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         assert (request.so_far, request.state, request.releases) == (None, None, 0)
         assert producer.requests.release(request, sampled(3, 4), state={"env": [1, 2]})
-        again = other.requests.next(5)
-        assert again is not None
+        again = next_request(other)
         so_far = again.so_far
         assert so_far is not None
         assert so_far["tokens"].tolist() == [0, 1, 2, 3, 0, 1, 2]
@@ -69,8 +67,7 @@ def test_the_next_worker_goes_on_and_the_answer_has_the_span_of_versions(
 def test_an_answer_of_rows_has_the_span_of_all_of_them(bus: Bus, producer: Producer) -> None:
     offer(bus)
     with Consumer(bus.name) as consumer:
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         context = {**sampled(2, 0), "loss_mask": np.zeros(len(PROMPT) + 2, bool)}
         assert producer.requests.answer(
             request, score=1.0, rows=[sampled(3, 5), context, sampled(1, 9)]
@@ -83,8 +80,7 @@ def test_an_answer_of_rows_has_the_span_of_all_of_them(bus: Bus, producer: Produ
 def test_prompt_tokens_do_not_age_a_sample(bus: Bus, producer: Producer) -> None:
     offer(bus)
     with Consumer(bus.name) as consumer:
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         given = sampled(2, 5)
         given["token_versions"][:4] = 0
         producer.requests.answer(request, **given)
@@ -104,8 +100,7 @@ def test_what_does_not_go_on_from_the_prompt_is_named(
     bus: Bus, producer: Producer, change: dict[str, Any], message: str
 ) -> None:
     offer(bus)
-    request = producer.requests.next(5)
-    assert request is not None
+    request = next_request(producer)
     given = {"tokens": sampled(2)["tokens"], **change}
     with pytest.raises(ValueError, match=f"release: group 'q0', sample 0: {message}"):
         producer.requests.release(request, given)
@@ -119,11 +114,9 @@ def test_an_answer_that_does_not_begin_with_what_was_sampled_is_named(
 ) -> None:
     offer(bus)
     with Consumer(bus.name) as consumer:
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         producer.requests.release(request, sampled(3))
-        again = producer.requests.next(5)
-        assert again is not None
+        again = next_request(producer)
         assert again.so_far is not None
         wrong = sampled(5)
         wrong["logprobs"][5] = 1
@@ -148,24 +141,20 @@ def test_it_starts_anew_after_so_many_releases_or_when_it_is_too_old(
     offer(bus)
     with Consumer(bus.name) as consumer:
         for turn in range(3):
-            request = producer.requests.next(5)
-            assert request is not None
+            request = next_request(producer)
             assert request.releases == turn
             producer.requests.release(request, sampled(turn + 1, 3), max_releases=2, max_lag=4)
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         assert request.so_far is None
         producer.requests.release(request, sampled(1, 3), max_lag=4)
         consumer.policy_version = 7
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         assert request.so_far is not None
         newer = sampled(3, 7)
         newer["token_versions"][: len(PROMPT) + 1] = 3  # its oldest token is what counts
         producer.requests.release(request, newer, max_lag=4)
         consumer.policy_version = 8
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         assert request.so_far is None
 
 
@@ -174,26 +163,21 @@ def test_another_round_of_a_prompt_and_a_failed_sample_get_none_of_it(
 ) -> None:
     with Consumer(bus.name, sample_retries=1, retry_backoff=(0.01, 0.02)) as consumer:
         offer(bus)
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         producer.requests.release(request, sampled(3))
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         assert request.so_far is not None
         producer.requests.fail(request, "its environment broke")
         assert consumer.take(1, 0.2) == []
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         assert (request.attempt, request.so_far) == (1, None)
         producer.requests.release(request, sampled(3))
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         producer.requests.answer(request, **sampled(4))  # it never looked
         (group,) = consumer.take(1, 10)
         group.ack()
         offer(bus)
-        request = producer.requests.next(5)
-        assert request is not None
+        request = next_request(producer)
         assert request.so_far is None
 
 
@@ -202,8 +186,7 @@ def test_there_is_a_bound_and_a_damaged_file_costs_no_more_than_what_it_has(
 ) -> None:
     offer(bus, 2)
     path = "/dev/shm" + companion_name("partial", bus.name)
-    request = producer.requests.next(5)
-    assert request is not None
+    request = next_request(producer)
     with pytest.raises(BusFullError, match=r"room for .* bytes of a partial rollout, got .* of"):
         producer.requests.release(request, sampled(bus.capacity // 64))
     assert producer.requests.is_wanted(request)
@@ -211,12 +194,10 @@ def test_there_is_a_bound_and_a_damaged_file_costs_no_more_than_what_it_has(
     with open(path, "r+b") as file:
         file.seek(20)
         file.write(b"damage")
-    request = producer.requests.next(5)
-    assert request is not None
+    request = next_request(producer)
     assert request.so_far is None
     producer.requests.release(request, sampled(2))
-    request = producer.requests.next(5)
-    assert request is not None
+    request = next_request(producer)
     assert request.so_far is not None
 
 
@@ -354,11 +335,9 @@ def test_the_share_is_of_a_continued_rollout_as_it_was_released_and_answered(
     offer(bus, groups=2)
     with Consumer(bus.name, max_policy_lag=1, stale_share=0.25) as consumer:
         for kept, rest in ((2, 8), (3, 7)):
-            request = producer.requests.next(5)
-            assert request is not None
+            request = next_request(producer)
             producer.requests.release(request, spanning([1] * kept))
-            again = producer.requests.next(5)
-            assert again is not None
+            again = next_request(producer)
             assert again.so_far is not None
             whole = spanning([1] * kept + [4] * rest, score=1.0)
             assert producer.requests.answer(again, **whole)
@@ -410,8 +389,7 @@ def test_versions_that_fit_no_tokens_are_refused_from_who_continues(
     bus: Bus, producer: Producer
 ) -> None:
     offer(bus)
-    request = producer.requests.next(5)
-    assert request is not None
+    request = next_request(producer)
     named = "group 'q0', sample 0: field 'token_versions': expected an integer for each token"
     with pytest.raises(ValueError, match=named):
         producer.requests.release(request, {**sampled(3), "token_versions": np.full(7, np.nan)})

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, Spawner, ends_of, next_request, wait_until
 from lane import ask, take_all, totals
 
 import shmbus
@@ -107,8 +107,7 @@ def test_a_retry_that_is_released_or_fails_for_good(bus: Bus, feeder: Feeder) ->
         )
         assert producer.requests.release(found[0])
         assert producer.requests.next(0) is None, "it is not given back at once"
-        retry = producer.requests.next(10)
-        assert retry is not None
+        retry = next_request(producer)
         assert producer.requests.fail(retry, "two")
         wait_until(
             lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0
@@ -159,8 +158,7 @@ def test_a_state_offers_again_what_was_not_trained(bus_name: str) -> None:
                     f"q{number}", group_size=2, round=1, priority=number, meta=number, prompt=X
                 )
             for _ in range(4):
-                request = producer.requests.next(5)
-                assert request is not None
+                request = next_request(producer)
                 producer.requests.answer(request, x=X)
             consumer.take(1, timeout=10)[0].ack()
             state = pickle.loads(pickle.dumps(consumer.state_dict()))
@@ -171,11 +169,7 @@ def test_a_state_offers_again_what_was_not_trained(bus_name: str) -> None:
             assert (again.offered, again.kept, again.beyond) == (1, 2, [("later", None, "train")])
             assert consumer.load_state_dict(state).offered == 0
         bus.close()
-    with (
-        Bus.create(bus_name, "4MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "4MiB")) as (producer, consumer):
         assert consumer.load_state_dict(state).offered == 3
         found = take_all(producer)
         assert [(r.instance_id, r.index) for r in found] == [

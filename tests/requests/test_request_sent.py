@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from conftest import next_request
 from lane import take_all, totals
 
 from shmbus import Bus, Feeder, Producer
@@ -17,8 +18,7 @@ def test_what_was_sent_is_in_no_workers_hands_here_until_its_request_ends(bus_na
         Producer(bus_name) as producer,
     ):
         feeder.request("q", group_size=4, prompt=np.arange(3, dtype=np.int32))
-        mine = producer.requests.next(timeout=0)
-        assert mine is not None
+        mine = next_request(producer, timeout=0)
         ((row, number, *_),) = _core.request_rows(bus._segment)
         assert _core.request_send(bus._segment, row, number) == 3
         assert totals(bus) == (4, 0, 4, 0, 0, 1)

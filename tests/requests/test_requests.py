@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
-from conftest import Daemon
+from conftest import Daemon, next_request
 from lane import take_all, totals
 
 import shmbus
@@ -35,8 +35,7 @@ def test_a_prompt_is_taken_sample_by_sample_and_becomes_a_group(
     )
     with Consumer(bus.name) as consumer:
         for index in range(3):
-            request = producer.requests.next(5)
-            assert request is not None
+            request = next_request(producer)
             assert (request.instance_id, request.round, request.index) == ("q", 2, index)
             assert (request.group_size, request.need, request.split) == (3, 3, "train")
             assert (request.priority, request.attempt, request.reason) == (0, 0, "")
@@ -243,8 +242,7 @@ def test_a_full_lane_waits_and_says_who_serves_it(bus_name: str) -> None:
             )
             waiting.start()
             for _ in range(2):
-                request = producer.requests.next(5)
-                assert request is not None
+                request = next_request(producer)
                 producer.requests.answer(request, x=X)
             consumer.take(1, timeout=10)[0].ack()
             waiting.join(30)

@@ -12,7 +12,7 @@ import pytest
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
-from shmbus.batch.field_names import FieldNames
+from shmbus.batch.gather import FieldNames
 from shmbus_ext import _core
 
 INTS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -33,7 +33,6 @@ class Ends:
         self.consumer = Consumer(bus.name)
 
     def sent(self, **fields: Any) -> dict[str, np.ndarray[Any, Any]]:
-        """Put a sample, and return its fields as they come out."""
         self.producer.put("a", group_size=1, index=0, timeout=10.0, **fields)
         [group] = self.consumer.take(1, 10.0)
         with group:

@@ -49,7 +49,6 @@ def put(producer: Producer, key: str, **more: Any) -> None:
 
 
 def names_taken(consumer: Consumer) -> list[str]:
-    """Take all that is there now, acknowledge it, and return its names."""
     taken: list[str] = []
     while groups := consumer.take(64, 0):
         taken += [group.instance_id for group in groups]

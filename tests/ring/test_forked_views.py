@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner, wait_until
+from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner, ends_of, wait_until
 
 from shmbus import Bus, Consumer, Group, Producer
 
@@ -39,8 +39,6 @@ def overwrite(producer: Producer, consumer: Consumer, rounds: int = 200) -> None
 
 
 class Child:
-    """A forked process that does something first, and is told when to look at what it has."""
-
     def __init__(self, look: Callable[[], Any], first: Callable[[], None] = lambda: None) -> None:
         self._go = FORK.Event()
         self._here, there = FORK.Pipe()
@@ -135,11 +133,7 @@ def test_a_childs_views_are_right_whatever_becomes_of_the_consumer(
 
 
 def test_children_of_children_and_several_forks_see_what_was_there_at_each(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "1MiB"), daemon=False) as (producer, consumer):
         children = []
         views: list[np.ndarray[Any, Any]] = []
         for i in range(4):
@@ -209,11 +203,7 @@ def test_workers_of_a_data_loader_read_the_views_of_a_data_set(bus_name: str) ->
             assert len(set(self.views[at].tolist())) == 1
             return int(self.views[at][0])
 
-    with (
-        Bus.create(bus_name, "1MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "1MiB"), daemon=False) as (producer, consumer):
         for i in range(16):
             put(producer, f"g{i}", i)
         groups = take(consumer, 16)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from conftest import ends_of
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -68,11 +69,7 @@ def test_a_value_whose_encoding_ends_the_reservation_changes_no_record(
 def test_another_thread_that_ends_the_reservation_meanwhile_changes_no_record(
     bus_name: str,
 ) -> None:
-    with (
-        Bus.create(bus_name, "256KiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, daemon=False) as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "256KiB"), daemon=False) as (producer, consumer):
         for number in range(20):
             slot = reserve(producer, f"g{number}")
             in_encoder, ended = threading.Event(), threading.Event()

@@ -41,7 +41,6 @@ def attached(bus: Bus, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
 
 
 def take_one(consumer: Consumer) -> shmbus.Trajectory:
-    """Take a group of one, and return its trajectory under lease."""
     [[trajectory]] = consumer.take(1, 10.0)
     return trajectory
 
@@ -177,7 +176,7 @@ def test_zero_and_empty_are_ordinary_values_and_differ_from_none(bus: Bus) -> No
         assert (first.round, with_round.round, first.meta) == (0, 0, {})
         assert (second.round, without.round, second.meta) == (None, None, None)
         assert list(first) == list(first.keys()) == []
-        big = {"score": -1.7976931348623157e308, "policy_version": 2**63 - 1, "round": 2**63 - 1}
+        big = {"score": -1e38, "policy_version": 2**63 - 1, "round": 2**63 - 1}
         odd = {"score": np.float32(0.5), "policy_version": np.int16(3), "round": np.uint8(4)}
         for values in (big, odd, {"score": True, "policy_version": 1, "round": 1}):
             put_one(producer, **values)

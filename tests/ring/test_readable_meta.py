@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from conftest import Spawner
 
-from shmbus import Bus, Consumer, Feeder, Producer
+from shmbus import Bus, Consumer, Feeder, Group, Producer
+from shmbus.data.encoding import MOST_META_DEPTH
 
 X = np.zeros(3, np.float32)
 
@@ -42,6 +43,66 @@ UNREADABLE = {
     "no raw bytes": msgspec.Raw(b""),
     "raw bytes behind a whole value": {"a": 1, "b": msgspec.Raw(b"\xa1\xff")},
 }
+
+
+def nested(depth: int, kind: str) -> Any:
+    """Lists inside each other, or the keys or values of maps."""
+    value: Any = "end" if kind == "value" else ()
+    for _ in range(depth - (kind != "value")):
+        value = {"list": [value], "key": (1, value), "value": {"a": value}}[kind]
+    return {value: 1} if kind == "key" else value
+
+
+@pytest.mark.parametrize("kind", ["list", "key", "value"])
+def test_a_meta_nests_to_a_depth_that_a_reader_decodes_below_many_calls(
+    bus: Bus, producer: Producer, kind: str
+) -> None:
+    most = MOST_META_DEPTH - (kind == "key")
+    producer.put("q", group_size=1, index=0, meta=nested(most, kind), x=X)
+    with pytest.raises(ValueError, match="128"):
+        producer.put("q", group_size=1, index=0, meta=nested(most + 1, kind), x=X)
+
+    def below(calls: int, group: Group) -> Any:
+        return group[0].meta if calls == 0 else below(calls - 1, group)
+
+    with Consumer(bus.name) as consumer:
+        (group,) = consumer.take(1, timeout=10)
+        found = below(600, group)
+        assert found == nested(most, kind) or (kind == "list" and len(str(found)) == 2 * most)
+        assert consumer.stats().committed == 1
+
+
+@pytest.mark.parametrize("score", [1.1e38, -1e39, np.float64(1e300), 10**39])
+def test_a_score_that_overflows_float32_is_refused_and_nothing_is_put(
+    producer: Producer, score: float
+) -> None:
+    producer.put("q", group_size=2, index=0, score=-1e38, x=X)
+    with pytest.raises(ValueError, match="score"):
+        producer.put("q", group_size=2, index=1, score=score, x=X)
+    with pytest.raises(ValueError, match="score"):
+        producer.put_many([{"instance_id": "q", "group_size": 2, "index": 1, "score": score}])
+    fields = {"x": ("float32", 3)}
+    slot = producer.reserve("q", group_size=2, index=1, fields=fields)
+    with pytest.raises(ValueError, match="score"):
+        slot.score = score
+    slot.abort()
+    assert producer.stats().committed == 1
+
+
+@pytest.mark.parametrize("timeout", [True, False, np.True_])
+def test_a_flag_is_no_timeout(bus: Bus, producer: Producer, timeout: Any) -> None:
+    group: dict[str, Any] = {"instance_id": "q", "group_size": 1, "index": 0, "x": X}
+    with Consumer(bus.name) as consumer:
+        for call in (
+            lambda: producer.put(**group, timeout=timeout),
+            lambda: producer.put_many([group], timeout=timeout),
+            lambda: producer.put_group("q", [{"x": X}], timeout=timeout),
+            lambda: producer.requests.next(timeout),
+            lambda: consumer.take(1, timeout=timeout),
+        ):
+            with pytest.raises(TypeError, match="timeout"):
+                call()
+        assert consumer.stats().committed == 0
 
 
 @pytest.mark.parametrize("what", UNREADABLE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import next_request
 
 from shmbus import Bus, BusFullError, Consumer, Feeder, Producer
 from shmbus_ext import _core
@@ -77,8 +78,7 @@ def test_every_way_to_put_takes_rows(bus: Bus, producer: Producer) -> None:
     asyncio.run(producer.aput_group("aput_group", [{"rows": ROWS}], timeout=10))
     with Feeder(bus.name) as feeder:
         feeder.request("request", group_size=1, prompt=np.arange(3))
-        request = producer.requests.next(timeout=10)
-        assert request is not None
+        request = next_request(producer)
         assert producer.requests.answer(request, score=1.0, rows=tuple(arrays_of(ROWS)))
     with Consumer(bus.name) as consumer:
         groups = []

@@ -28,7 +28,6 @@ def put(producer: Producer, key: str, timeout: float | None = 30, **more: Any) -
 
 
 def keys(consumer: Consumer, count: int) -> list[str]:
-    """Take and acknowledge `count` groups."""
     found: list[str] = []
     while len(found) < count:
         groups = consumer.take(count - len(found), timeout=DEFAULT_DEADLINE_S)
@@ -40,7 +39,6 @@ def keys(consumer: Consumer, count: int) -> list[str]:
 
 @pytest.fixture
 def orphan(bus_name: str) -> Any:
-    """A producer whose bus was removed."""
     with Bus.create(bus_name, "1MiB", max_producers=4):
         producer = Producer(bus_name, attach="successor", label="worker")
         put(producer, "old")

@@ -67,7 +67,6 @@ def same_rows(ones: Any, others: Any) -> None:
 
 
 def same(one: Any, other: Any) -> None:
-    """Compare all that can be read of two trajectories."""
     for attribute in sorted(names_to_read(TrajectoryCopy)):
         value = getattr(one, attribute)
         if attribute == "rows":

@@ -5,38 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from stash_samples import Sample
 
 from shmbus.stash.failures import Request
 from shmbus.stash.stash import Stash, StashPolicy
 
 
-@dataclass(eq=False, slots=True)
-class Sample:
-    """A trajectory, or the report that one failed: `score` is the attempt, `meta` the reason."""
-
-    key: Hashable
-    group_size: int
-    index: int
-    score: float = 0.0
-    failed: bool = False
-    meta: object = "out of memory"
-    policy_version: int = 0
-    nbytes: int = 100
-    committed_ns: int = 0
-    #: Samples that complete its group, where not all do.
-    fewer: int = 0
-
-    @property
-    def need(self) -> int:
-        return self.fewer or self.group_size
-
-
 def sample(index: int, key: Hashable = "a", size: int = 4, **more: Any) -> Sample:
-    return Sample(key, size, index, **more)
+    return Sample(key, size, index, **{"meta": "out of memory", **more})
 
 
 def failure(index: int, attempt: int = 0, **more: Any) -> Sample:

@@ -69,7 +69,6 @@ def take(consumer: Consumer, count: int, timeout: float = 30.0) -> list[Group]:
 
 
 def wanted(consumer: Consumer, producer: Producer, count: int = 1) -> list[Request]:
-    """Wait until so many samples are asked for, and take them."""
     found: list[Request] = []
 
     def look() -> bool:

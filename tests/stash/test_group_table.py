@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import pytest
+from stash_samples import Sample
 
 from shmbus_ext._core import (
     REFUSED_DUPLICATE,
@@ -24,23 +24,6 @@ KEYS: tuple[Hashable, ...] = (
     "\x01\x01", "ā",
     ("a", 0), ("a", -1), ("a", 2**62), ("x" * 25, 3),
 )  # fmt: skip
-
-
-@dataclass(eq=False, slots=True)
-class Sample:
-    """What the table asks of a sample."""
-
-    key: Hashable
-    group_size: int
-    index: int
-    nbytes: int = 1
-    failed: bool = False
-    #: Samples that complete its group, where not all do.
-    fewer: int = 0
-
-    @property
-    def need(self) -> int:
-        return self.fewer or self.group_size
 
 
 def put(
@@ -62,7 +45,8 @@ def test_the_table_does_what_a_dict_of_lists_does(seed: int) -> None:
             assert (oldest.size, oldest.missing) == (len(cells), cells.count(None))
         key = generator.choice(KEYS)
         width = generator.choice(WIDTHS) if key not in model else len(model[key])
-        sample = Sample(key, width, generator.randrange(width), generator.randrange(100))
+        index, nbytes = generator.randrange(width), generator.randrange(100)
+        sample = Sample(key, width, index, nbytes=nbytes)
         rows.recent.clear()
         left = put(rows, sample)
         cells = model.setdefault(key, [None] * width)

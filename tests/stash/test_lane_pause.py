@@ -48,7 +48,6 @@ class Lane:
         return str(first.key), first.index, first.attempt
 
     def step(self, reason_of: Callable[[str, int], str | None]) -> None:
-        """Let the worker make one sample, or wait for a while."""
         self.stash.follow_lane(self.now)
         taken = self.take()
         if taken is None:

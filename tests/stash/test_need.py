@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from stash_samples import Sample
 
 from shmbus import Bus, Consumer, Producer
 from shmbus.stash.stash import Stash, StashPolicy
@@ -17,20 +17,8 @@ from shmbus_ext import _core
 DATA = np.arange(20, dtype=np.int32)
 
 
-@dataclass(eq=False, slots=True)
-class Sample:
-    """What the stash asks of a trajectory."""
-
-    key: Hashable
-    index: int
-    group_size: int = 6
-    need: int = 4
-    score: float = 0.0
-    failed: bool = False
-    policy_version: int = 0
-    nbytes: int = 100
-    meta: object = None
-    committed_ns: int = 0
+def sample(key: Hashable, index: int, size: int = 6, need: int = 4, **more: Any) -> Sample:
+    return Sample(key, size, index, fewer=need, **more)
 
 
 def indices(stash: Stash[Sample]) -> list[list[int]]:
@@ -48,7 +36,7 @@ def test_the_first_that_come_complete_it_and_the_rest_is_surplus(seed: int) -> N
         need = rng.randrange(1, size)
         order = rng.sample(range(size), size)
         stash: Stash[Sample] = Stash()
-        stash.add([Sample(("q", round_), i, size, need) for i in order], 0.0)
+        stash.add([sample(("q", round_), i, size, need) for i in order], 0.0)
         assert indices(stash) == [sorted(order[:need])]
         assert discards(stash) == [("surplus", i) for i in order[need:]]
         assert stash.open_groups == stash.open_records == 0
@@ -57,16 +45,16 @@ def test_the_first_that_come_complete_it_and_the_rest_is_surplus(seed: int) -> N
 
 def test_a_second_sample_of_an_index_does_not_count() -> None:
     stash: Stash[Sample] = Stash()
-    stash.add([Sample(("q", 0), i) for i in (3, 3, 3, 0, 5)], 0.0)
+    stash.add([sample(("q", 0), i) for i in (3, 3, 3, 0, 5)], 0.0)
     assert indices(stash) == []
     assert discards(stash) == [("duplicate", 3), ("duplicate", 3)]
-    stash.add([Sample(("q", 0), 1)], 0.0)
+    stash.add([sample(("q", 0), 1)], 0.0)
     assert indices(stash) == [[0, 1, 3, 5]]
 
 
 def test_a_sample_that_needs_another_number_is_of_another_size() -> None:
     stash: Stash[Sample] = Stash()
-    stash.add([Sample(("q", 0), 0), Sample(("q", 0), 1, need=5), Sample(("q", 0), 2)], 0.0)
+    stash.add([sample(("q", 0), 0), sample(("q", 0), 1, need=5), sample(("q", 0), 2)], 0.0)
     assert discards(stash) == [("size_mismatch", 1)]
     assert stash.open_records == 2
 
@@ -75,9 +63,9 @@ def test_failures_cost_nothing_while_enough_samples_come() -> None:
     stash: Stash[Sample] = Stash(StashPolicy(sample_retries=2))
     key = ("q", 0)
     for index in (0, 1):
-        stash.add([Sample(key, index, failed=True, meta="lost")], 0.0)
+        stash.add([sample(key, index, failed=True, meta="lost")], 0.0)
     assert len(stash.failures.requests) == 2
-    stash.add([Sample(key, i) for i in (2, 3, 4, 5)], 0.0)
+    stash.add([sample(key, i) for i in (2, 3, 4, 5)], 0.0)
     assert indices(stash) == [[2, 3, 4, 5]]
     assert stash.failures.requests == {} and stash.given_up == 0
     assert {reason for reason, _ in discards(stash)} == {"failed"}
@@ -86,8 +74,8 @@ def test_failures_cost_nothing_while_enough_samples_come() -> None:
 def test_a_group_that_can_no_longer_have_enough_is_given_up() -> None:
     stash: Stash[Sample] = Stash(StashPolicy())
     key = ("q", 0)
-    stash.add([Sample(key, i) for i in (0, 1, 2)], 0.0)
-    stash.add([Sample(key, i, failed=True, meta="lost") for i in (3, 4, 5)], 0.0)
+    stash.add([sample(key, i) for i in (0, 1, 2)], 0.0)
+    stash.add([sample(key, i, failed=True, meta="lost") for i in (3, 4, 5)], 0.0)
     assert indices(stash) == [] and stash.given_up == 1
     assert stash.table.cancelled == [key]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
@@ -22,30 +21,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from stash_samples import Sample
 
 from shmbus.stash.stash import RECENT_KEYS, Discard, Stash, StashPolicy
 from shmbus_ext._core import GroupEntry
-
-
-@dataclass(eq=False, slots=True)
-class Sample:
-    """What the stash asks of a trajectory."""
-
-    key: Hashable
-    group_size: int = 2
-    index: int = 0
-    score: float = 0.0
-    policy_version: int = 0
-    nbytes: int = 100
-    failed: bool = False
-    meta: object = None
-    committed_ns: int = 0
-    #: Samples that complete its group, where not all do.
-    fewer: int = 0
-
-    @property
-    def need(self) -> int:
-        return self.fewer or self.group_size
 
 
 def group_of(key: Hashable, size: int = 2, **more: Any) -> list[Sample]:
@@ -196,8 +175,6 @@ def test_hundreds_of_thousands_of_open_groups_complete_like_a_few(seed: int) -> 
 
 
 class Model:
-    """The rules of the stash, written for clearness: one list of groups in each state."""
-
     def __init__(self, policy: StashPolicy) -> None:
         self.policy = policy
         self.open: list[tuple[Hashable, int, float, dict[int, Sample]]] = []

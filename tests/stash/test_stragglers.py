@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import ends_of, wait_until
 
 from shmbus import Bus, Consumer, Producer
 from shmbus.stash.collector import Collector
@@ -54,11 +54,7 @@ def test_a_nearly_full_bus_of_waiting_samples_is_not_walked_for_stragglers(
 
 
 def test_each_look_for_stragglers_visits_a_share_and_the_next_goes_on_there(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "2MiB", max_producers=2),
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "2MiB", max_producers=2)) as (producer, consumer):
         count = leave_stragglers(producer, consumer, 12)
         producer.put("last", group_size=1, index=0, body=np.zeros(65536, np.int8))
         consumer.ack(consumer.take(timeout=10))

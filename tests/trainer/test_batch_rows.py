@@ -14,7 +14,6 @@ from conftest import Daemon
 
 import shmbus
 from shmbus import Consumer, Producer
-from shmbus.batch.gather_plan import plan_gather
 from trainer_adapter import Batch, ExtraField, OnlineDataHandler, pack
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.microbatch import MicroBatch, micro_batches
@@ -291,21 +290,7 @@ def test_a_fill_replaces_rows_of_an_absent_field(consumer: Consumer, producer: P
     assert batch.lengths == [1, 2, 1]
 
 
-def test_a_kernels_table_tells_that_rows_follow(consumer: Consumer, producer: Producer) -> None:
-    producer.put("plain", group_size=1, index=0, tokens=[1, 2], timeout=10)
-    producer.put("rows", group_size=1, index=0, rows=[{"tokens": [3]}], timeout=10)
-    memory = np.zeros(1 << 14, np.uint8)
-    for groups, has_rows in zip(
-        ([one] for one in consumer.take(2, 10)), (False, True), strict=True
-    ):
-        table = plan_gather(
-            groups, None, memory, shift=0, chunk_tokens=64, advantages=np.zeros(1, np.float32)
-        )
-        assert table.has_rows is has_rows
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gets_rows_by_host(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     packer = GpuPacker("cuda", extra_fields=EXTRA)
     batch = packer.pack(consumer.take(3, 10))

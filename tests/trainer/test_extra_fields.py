@@ -15,8 +15,6 @@ from trainer_adapter import Batch, ExtraField, OnlineDataHandler, pack
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.microbatch import MicroBatch, micro_batches
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 FIELDS: dict[str, Any] = {
     "ref_logprobs": "token",
     "routed_experts": "token",
@@ -192,7 +190,6 @@ def test_a_sample_without_an_optional_field_gets_its_fill(bus: Bus, producer: Pr
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("transport", ["gather", "pinned", "copy"])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_each_way_to_a_gpu_brings_the_same(
@@ -209,7 +206,6 @@ def test_each_way_to_a_gpu_brings_the_same(
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_gpu_gets_long_rows_and_fills(bus: Bus, producer: Producer) -> None:
     dtypes = ["u1", "i2", "f4", "f8"]
     rng = np.random.default_rng(3)
@@ -234,7 +230,6 @@ def test_a_gpu_gets_long_rows_and_fills(bus: Bus, producer: Producer) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_loader_pins_extra_fields_too(bus: Bus, samples: list[dict[str, Any]]) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=8, extra_fields=FIELDS) as handler:
         batch = next(iter(DataLoader(handler, batch_size=None, pin_memory=True)))

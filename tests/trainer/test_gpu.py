@@ -14,21 +14,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from conftest import Spawner
 
 from shmbus import Bus, BusClosedError, Consumer, Producer
-from shmbus.batch.gather import members
-from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS, mapping_of, plan_gather
+from shmbus.batch.gather import measure, mentioning
+from shmbus.batch.kernel_table import CHUNK_WORDS, KINDS, kernel_table, mapping_of
 from trainer_adapter import Batch, FieldNames, OnlineDataHandler, pack
+from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.gpu import memory as gpu_memory
 from trainer_adapter.gpu import packer as gpu_packer
 from trainer_adapter.gpu.packer import GpuPacker
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 TENSORS = (
     "tokens", "position_ids", "cu_seqlens", "loss_mask", "logprobs", "advantages", "scores",
     "policy_versions", "group_sizes",
@@ -153,17 +152,19 @@ def test_the_table_maps_chunks_to_places(bus: Bus, seed: int, chunk: int, flagge
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
         put_random(producer, seed, 8, 300)
         groups = consumer.take(64, 10)
-        trajectories, sizes = members(groups)
+        plan = measure(groups)
+        trajectories = plan.trajectories
         assert trajectories == [t for group in groups for t in group]
-        assert sizes.tolist() == [4] * 8
+        assert plan.sizes.tolist() == [4] * 8
         flags = np.arange(32, dtype=np.uint8) % 4 if flagged else None
         more = told(32, flags)
         memory = np.full(1 << 20, 0xAA, np.uint8)
-        words = {"words": (b"finish_reason",)}
-        table = plan_gather(groups, None, memory, shift=4096, chunk_tokens=chunk, **more, **words)
+        table = kernel_table(plan, memory, shift=4096, chunk_tokens=chunk, **more)
+        nbytes = plan.table_bytes(chunk)
         lengths = [len(t["tokens"]) for t in trajectories]
-        assert (table.tokens, table.longest) == (sum(lengths), max(lengths))
-        chunks = memory[table.chunks_at : table.nbytes]
+        assert (plan.total, plan.longest) == (sum(lengths), max(lengths))
+        assert plan.samples[3].tolist() == lengths
+        chunks = memory[table.chunks_at : nbytes]
         mine = [
             (kinds, read_chunks(chunks, first, count)) for first, count, kinds in table.launches
         ]
@@ -173,71 +174,60 @@ def test_the_table_maps_chunks_to_places(bus: Bus, seed: int, chunk: int, flagge
             assert at % 64 == 0
             return memory[at:].view(dtype)[:count].tolist()  # type: ignore[no-any-return]
 
-        assert part(table.found_at, np.int32, 2) == [0, 0]
+        assert part(table.found_at, np.int32, 3) == [0, 0, 0]
         assert part(table.borders_at, np.int32, 33) == [0, *itertools.accumulate(lengths)]
         assert part(table.versions_at, np.int64, 32) == [t.policy_version for t in trajectories]
         assert part(table.sizes_at, np.int64, 8) == [4] * 8
         assert part(table.scores_at, np.float32, 32) == [np.float32(t.score) for t in trajectories]
-        assert (memory[table.nbytes :] == 0xAA).all()
-        assert table.instance_ids == [t.instance_id for t in trajectories]
-        assert table.mentions == [i for i, t in enumerate(trajectories) if t.meta]
-        for room in (table.nbytes - 1, table.chunks_at - 1, table.borders_at, 0):
+        assert (memory[nbytes:] == 0xAA).all()
+        assert plan.instance_ids == [t.instance_id for t in trajectories]
+        for room in (nbytes - 1, table.chunks_at - 1, table.borders_at, 0):
             memory[:] = 0xAA
-            again = plan_gather(
-                groups, None, memory[:room], shift=4096, chunk_tokens=chunk, **more, **words
-            )
-            assert again == msgspec.structs.replace(table, launches=[])
-            assert (memory[room:] == 0xAA).all()
+            with pytest.raises(ValueError, match=rf"memory: expected uint8 \[{nbytes}\]"):
+                kernel_table(plan, memory[:room], shift=0, chunk_tokens=chunk, **more)
+            assert (memory == 0xAA).all()
 
 
-def test_a_table_is_refused_for_what_no_batch_can_be_made_of(bus: Bus) -> None:
-    memory = np.empty(4096, np.uint8)
-
-    def plan(groups: Any, memory: Any = memory, names: Any = None, **changed: Any) -> None:
-        options = {"shift": 0, "chunk_tokens": 8, **told(1), **changed}
-        plan_gather(groups, names, memory, **options)
-
+def test_a_plan_refuses_unfit_groups_and_memory(bus: Bus) -> None:
+    memory = np.zeros(4096, np.uint8)
+    names = FieldNames(logprobs=None)
+    with pytest.raises(TypeError, match="groups: expected Groups of a Consumer, got str"):
+        measure(["group"])  # type: ignore[list-item]
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
-        with pytest.raises(ValueError, match="at least one trajectory"):
-            plan([])
-        with pytest.raises(TypeError, match="groups: expected Groups of a Consumer, got str"):
-            plan(["group"])
         producer.put("a", group_size=1, index=0, tokens=np.arange(3), logprobs=np.zeros(2))
         groups = consumer.take(1, 10)
         with pytest.raises(ValueError, match="'logprobs': expected as many elements as tokens"):
-            plan(groups)
-        names = FieldNames(logprobs=None)
-        for wrong in (
-            memory[::2],
-            memory.view(np.int32),
-            np.frombuffer(b"0" * 99, np.uint8),
-        ):
-            with pytest.raises(ValueError, match="memory: expected a contiguous writable array"):
-                plan(groups, wrong, names)
+            measure(groups)
+        plan = measure(groups, names)
+
+        def table(memory: Any = memory, chunk_tokens: int = 8, **changed: Any) -> None:
+            kernel_table(plan, memory, shift=0, chunk_tokens=chunk_tokens, **told(1) | changed)
+
+        for wrong in (memory[::2], memory.view(np.int32), np.frombuffer(bytes(4096), np.uint8)):
+            for attempt in (table, lambda memory: plan.gather(memory, *told(1).values(), (), None)):
+                with pytest.raises(ValueError, match="memory: expected a contiguous writable"):
+                    attempt(wrong)
         with pytest.raises(ValueError, match="memory on a word's border"):
-            plan(groups, memory[1:], names)
-        with pytest.raises(ValueError, match="chunks of 1 token or more"):
-            plan(groups, names=names, chunk_tokens=0)
+            table(memory[1:])
+        for without_tokens in (lambda: table(chunk_tokens=0), lambda: plan.table_bytes(0)):
+            with pytest.raises(ValueError, match="chunks of 1 token or more"):
+                without_tokens()
         for name, values in (("advantages", np.zeros(2, "f4")), ("flags", np.zeros(1, "f4"))):
             with pytest.raises(ValueError, match=f"{name}: expected a contiguous array"):
-                plan(groups, names=names, **{name: values})
+                table(**{name: values})
         with pytest.raises(TypeError, match="words: expected a tuple of bytes"):
-            plan(groups, names=names, words=("text",))
-        plan(groups, names=names)
+            mentioning(plan.trajectories, ("text",))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="outs: expected an array for each of 0 extra fields"):
+            plan.gather(memory, *told(1).values(), (memory,), None)
+        table()
         groups[0].trajectories.append("no trajectory")
         with pytest.raises(TypeError, match="expected trajectories, got str"):
-            plan(groups, names=names, **told(2))
+            measure(groups, names)
         groups[0].trajectories.pop()
         consumer.ack(groups)
-        with pytest.raises(BusClosedError, match="was acknowledged"):
-            plan(groups, names=names)
-
-
-def test_members_are_those_of_groups_alone() -> None:
-    with pytest.raises(TypeError, match="groups: expected Groups of a Consumer, got str"):
-        members(["group"])  # type: ignore[list-item]
-    trajectories, sizes = members(())
-    assert (trajectories, sizes.tolist()) == ([], [])
+        for attempt in (table, lambda: plan.gather(memory, *told(1).values(), (), None)):
+            with pytest.raises(BusClosedError, match="was acknowledged"):
+                attempt()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -293,7 +283,6 @@ def packing(bus: Bus, **options: Any) -> Iterator[tuple[GpuPacker, Producer, Con
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("transport", ["gather", "pinned", "copy"])
 def test_transports_and_host_agree(bus: Bus, seed: int, transport: Any, layout: Any) -> None:
@@ -310,7 +299,6 @@ def test_transports_and_host_agree(bus: Bus, seed: int, transport: Any, layout: 
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_batches_overlap_and_records_may_change_after_arrival(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         waiting: list[tuple[Any, Batch]] = []
@@ -325,7 +313,6 @@ def test_batches_overlap_and_records_may_change_after_arrival(bus: Bus, seed: in
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_an_unawaited_batch_keeps_its_table_until_its_kernel_ends(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         put_random(producer, seed, 8, 4000)
@@ -342,7 +329,6 @@ def test_an_unawaited_batch_keeps_its_table_until_its_kernel_ends(bus: Bus, seed
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         put_random(producer, seed, 4, 500)
@@ -358,7 +344,6 @@ def test_a_ring_that_cannot_be_registered_is_packed_into_pinned_memory(bus: Bus,
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_the_handler_says_how_its_batches_came(bus: Bus, seed: int, prefetch: int) -> None:
     with Producer(bus.name) as producer:
@@ -375,7 +360,6 @@ def test_the_handler_says_how_its_batches_came(bus: Bus, seed: int, prefetch: in
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_fields_go_by_their_names_on_the_way_to_a_gpu_too(bus: Bus) -> None:
     names = FieldNames(tokens="ids", loss_mask=None, logprobs=None, advantages=None)
     with packing(bus, fields=names) as (packer, producer, consumer):
@@ -385,7 +369,6 @@ def test_fields_go_by_their_names_on_the_way_to_a_gpu_too(bus: Bus) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> None:
     with packing(bus) as (packer, producer, consumer):
         put_random(producer, seed, 8, 4000)
@@ -446,7 +429,6 @@ def test_rings_follow_groups(monkeypatch: pytest.MonkeyPatch, bus: Bus, producer
     Registered.seen.clear()
     packer: Any = object.__new__(GpuPacker)
     packer._ring = packer._staging = packer.device = packer._layout = None
-    packer._options = {}
     packer._stream = SimpleNamespace(synchronize=lambda: None)
     owners = []
     for turn in range(2):
@@ -454,7 +436,7 @@ def test_rings_follow_groups(monkeypatch: pytest.MonkeyPatch, bus: Bus, producer
             for sample in range(2):
                 producer.put(f"{turn}.{sample}", group_size=1, index=0, tokens=[3], timeout=10)
                 groups = consumer.take(1, 10)
-                assert packer._gather(groups) == "begun"
+                assert packer._gather(HostPacker().plan(groups)) == "begun"
                 owners.append(packer._ring.owner)
                 assert mapping_of(groups[0].trajectories[0])[2] is owners[-1]
                 consumer.ack(groups)
@@ -463,7 +445,6 @@ def test_rings_follow_groups(monkeypatch: pytest.MonkeyPatch, bus: Bus, producer
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_packer_outlives_its_consumer_and_may_be_dropped(bus: Bus, seed: int) -> None:
     packer = GpuPacker("cuda", transport="gather")
     with Producer(bus.name) as producer:

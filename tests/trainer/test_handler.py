@@ -117,15 +117,6 @@ MALFORMED: dict[str, tuple[Sample, str]] = {
         {"tokens": np.arange(3), "advantages": np.ones(0)},
         "'advantages'.*tokens.*0",
     ),
-    "a huge score": (
-        {
-            "tokens": np.arange(3),
-            "score": 1e39,
-            "loss_mask": np.ones(3),
-            "logprobs": np.zeros(3),
-        },
-        "'bad'.*score.*1e.?38.*1e.?39",
-    ),
     "a field that its sibling has": ({"tokens": np.arange(3)}, r"'loss_mask'.*\[0\].*has it"),
 }
 

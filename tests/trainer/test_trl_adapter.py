@@ -20,7 +20,7 @@ import torch
 from conftest import wait_until
 
 import shmbus
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.weights import ManifestError, WeightSubscriber
 from trainer_adapter.adapters.trl import (
     ShmbusRollouts,

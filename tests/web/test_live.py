@@ -297,7 +297,7 @@ def test_what_producers_write_is_text(web: Start, bus_name: str) -> None:
     page = web(bus_name)
     with Bus.create(bus_name, "1MiB"), Producer(bus_name, label="<b>\u202e\x1b") as producer:
         for name in evil:
-            producer.put(name, group_size=2, index=0, score=-1e300, tokens=[1])
+            producer.put(name, group_size=2, index=0, score=-1e38, tokens=[1])
             producer.fail(name, group_size=2, index=1, reason=name)
         shown = page.until(
             "", lambda p: len(p.get("wall", {}).get("order", [])) == len(evil), what="the groups"

@@ -57,7 +57,7 @@ def test_a_group_that_is_found_by_its_id_shows_its_samples(
 
 def test_scores_far_apart_have_shades(web: Start, bus_name: str, open_page: Open) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        for index, score in enumerate((-1e308, 0.0, 1e308)):
+        for index, score in enumerate((-1e38, 0.0, 1e38)):
             producer.put("q", group_size=4, index=index, score=score, tokens=[1])
         page = open_page(web(bus_name))
         wait_for(page, lambda: len(cells_of(page)) == 3, "the samples")

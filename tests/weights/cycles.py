@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from weight_models import many, same, step
 
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.weights import ManifestError, ModuleSource, WeightPublisher, WeightSubscriber
 
 #: Cycles before the first count: caches and arenas fill.

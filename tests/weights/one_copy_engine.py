@@ -5,8 +5,8 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 
 import torch
+from fused_model import FusedModel, Shape
 
-from bench.fused_engine import FusedModel, Shape
 from shmbus.weights import Slice, share_model, shared_model
 
 SHAPE = Shape(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmbus.engines.planned import PlannedLoader
+from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.weights import (
     ModuleSource,
     WeightPublisher,

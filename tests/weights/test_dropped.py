@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import Spawner, wait_until
 
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors import copy_table
 from shmbus.tensors.copy_table import prepare_copies

@@ -14,7 +14,7 @@ from weight_models import Odd, many, published
 
 from shmbus import CapacityError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.copy_plan import split
 from shmbus.tensors.copy_table import LARGE_BYTES
@@ -30,22 +30,12 @@ from shmbus.weights.carriers.pool_writer import PoolWriter
 
 MakePublisher = Callable[..., WeightPublisher]
 
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+GPU = pytest.mark.gpu
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 DEVICE = "cuda:0"
 VMM, IPC, SHM = (pytest.param(name, marks=GPU) for name in ("cuda_vmm", "cuda_ipc", "shm"))
 in_each_memory = pytest.mark.parametrize("carrier", ["memfd", VMM, IPC])
 to_a_device = pytest.mark.parametrize("carrier", [VMM, IPC, SHM])
-
-
-def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that a machine without a GPU skips."""
-    for mark in GPU:
-        test = mark(test)
-    return test
 
 
 def place(carrier: str) -> str:
@@ -306,7 +296,7 @@ def test_a_killed_publishers_versions_stay(carrier: str, bus_name: str, spawn: S
     Path(memory_socket("weights", bus_name)).unlink()
 
 
-@on_a_gpu
+@GPU
 def test_a_view_keeps_its_slot_until_read(bus_name: str, publishers: MakePublisher) -> None:
     model = torch.nn.Linear(1024, 1024, device=DEVICE)
     publisher = publishers(model, "cuda_vmm", when_held="skip")
@@ -339,7 +329,7 @@ def test_digests_find_a_scribble(carrier: str, bus_name: str, publishers: MakePu
     assert read_pool(bus_name, "weights").readers == []
 
 
-@on_a_gpu
+@GPU
 def test_too_large_versions_are_refused_at_once(bus_name: str, publishers: MakePublisher) -> None:
     free = torch.cuda.mem_get_info()[0]
     taken = torch.empty(free - (1 << 30), dtype=torch.uint8, device=DEVICE)
@@ -350,7 +340,7 @@ def test_too_large_versions_are_refused_at_once(bus_name: str, publishers: MakeP
     assert not os.path.exists(pool_path(bus_name, "weights"))
 
 
-@on_a_gpu
+@GPU
 def test_publishing_ignores_later_computation(bus_name: str, publishers: MakePublisher) -> None:
     model = torch.nn.Linear(2048, 2048, device=DEVICE)
     publisher = publishers(model, "cuda_vmm")
@@ -368,7 +358,7 @@ def test_publishing_ignores_later_computation(bus_name: str, publishers: MakePub
                 assert bool((weights["weight"] == version).all())
 
 
-@on_a_gpu
+@GPU
 def test_rows_name_the_device(bus_name: str, publishers: MakePublisher) -> None:
     publishers(many(2).to(DEVICE), "cuda_vmm").publish(version=1)
     with WeightSubscriber(bus_name, device=DEVICE, label="r") as subscriber:
@@ -412,7 +402,7 @@ def test_a_hundred_publishers_leave_nothing(bus_name: str, publishers: MakePubli
         wait_until(lambda: not open_descriptors() - before and mapped() <= mappings)
 
 
-@on_a_gpu
+@GPU
 @pytest.mark.parametrize("size", [1 << 20, 8 << 20, 64 << 20])
 def test_lazy_views_cross_host_memory(bus_name: str, publishers: MakePublisher, size: int) -> None:
     real = torch.randn(size // 4, device=DEVICE)
@@ -433,7 +423,7 @@ def test_lazy_views_cross_host_memory(bus_name: str, publishers: MakePublisher, 
             assert torch.equal(target["conjugate"], torch.conj(pairs).resolve_conj())
 
 
-@on_a_gpu
+@GPU
 @pytest.mark.parametrize("reader", [DEVICE, "cpu"])
 def test_empty_tensors_follow(bus_name: str, publishers: MakePublisher, reader: str) -> None:
     model = torch.nn.Linear(500, 500, device=DEVICE)

@@ -27,15 +27,11 @@ EACH = [change_values, move, turn, nothing, replace, swap, write]
 IN_TURN = [nothing, nothing, *EACH, *reversed(EACH)]
 
 
-on_a_device = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-)
 CARRIERS = [
     ("shm", "cpu"),
     ("memfd", "cpu"),
-    pytest.param("shm", "cuda:0", marks=on_a_device),
-    pytest.param("cuda_vmm", "cuda:0", marks=on_a_device),
+    pytest.param("shm", "cuda:0", marks=pytest.mark.gpu),
+    pytest.param("cuda_vmm", "cuda:0", marks=pytest.mark.gpu),
 ]
 
 

@@ -15,7 +15,7 @@ from weight_models import many
 from shmbus import BusRemovedError, WaitTimeoutError
 from shmbus.engines.rows import RankRows
 from shmbus.pool import read_pool, unlink_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.weights import ModuleSource, VersionOrderError, WeightPublisher, WeightSubscriber
 
 MakePublisher = Callable[..., WeightPublisher]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.tensors.views import TensorPlace
 from shmbus.weights import (
     LocalPiece,

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fork_server import TEMPLATE
+from fused_model import checkpoint
 from one_copy_engine import SHAPE, serve
 
-from bench.fused_engine import checkpoint
 from shmbus.errors import PeerGoneError, WaitTimeoutError
 from shmbus.weights import attach_model
 
 STEPS = 60
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Engine:
@@ -44,7 +43,7 @@ class Engine:
         self.process.join()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def engine(request: pytest.FixtureRequest, bus_name: str) -> Iterator[Engine]:
     made = Engine(bus_name, request.param)
     yield made

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shmbus
+from shmbus.weights.adapters import LoraFiles
 from shmbus.weights.carriers.checkpoint import CheckpointWriter
-from shmbus.weights.lora import LoraFiles
 from shmbus.weights.manifest import Manifest
 
 CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}

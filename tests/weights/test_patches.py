@@ -16,7 +16,7 @@ from weight_models import CHANGES, Odd, bits, many, same, step
 
 from shmbus import DamagedError
 from shmbus.pool import read_pool
-from shmbus.pool.lifecycle import open_pool, pool_path
+from shmbus.pool.pool_file import open_pool, pool_path
 from shmbus.weights import (
     LocalPiece,
     ManifestError,
@@ -30,7 +30,7 @@ from shmbus.weights import (
     WeightSubscriber,
 )
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patches import PatchPolicy, patch_capacity, patch_share, pieces_of
+from shmbus.weights.patch_policy import PatchPolicy, patch_capacity, patch_share, pieces_of
 
 VERSIONS = int(os.environ.get("SHMBUS_TEST_PATCHES", "60"))
 MakePublisher = Callable[..., WeightPublisher]

@@ -15,7 +15,7 @@ from weight_models import bits
 
 from shmbus import PeerGoneError
 from shmbus.pool import unlink_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import Arena, ArenaView, BufferLostError, BufferName, allocator
 from shmbus.weights import ModuleSource, WeightPublisher, WeightsError, WeightSubscriber
@@ -26,7 +26,6 @@ ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
 }
 gpus = torch.cuda.device_count()
-needs_gpu = pytest.mark.skipif(gpus < 1, reason="needs a CUDA device")
 needs_two = pytest.mark.skipif(gpus < 2, reason="needs two CUDA devices")
 
 RANK = """
@@ -78,7 +77,6 @@ def read_back(child: Child, bus: str, directory: Path, how: str, device: str) ->
 
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
-@needs_gpu
 @pytest.mark.parametrize("how", ["2:rows", "4:columns"])
 @pytest.mark.parametrize("carrier", ["cuda_vmm", "cuda_ipc", "shm"])
 def test_ranks_of_one_device_write_into_the_memory_of_rank_0(

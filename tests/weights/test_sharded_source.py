@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import together
+from fused_model import FusedModel, Shape, checkpoint
 from weight_models import published
 
-from bench.fused_engine import FusedModel, Shape, checkpoint
 from shmbus.weights import (
     ExportedSource,
     LocalPiece,

@@ -18,8 +18,8 @@ from fork_server import TEMPLATE
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.inspect.leftovers import survey
 from shmbus.weights import ManifestError, Slice, WeightsError, attach_model, share_model
-from shmbus.weights.shared_file import path_of, shared_state
 from shmbus.weights.shared_model import SharedModel
+from shmbus.weights.single_copy import path_of, shared_state
 
 
 class Tiny(torch.nn.Module):

@@ -24,7 +24,7 @@ from shmbus.weights import (
     share_model,
 )
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patches import patch_share
+from shmbus.weights.patch_policy import patch_share
 
 CONFIG = {"peft_type": "LORA", "r": 4, "target_modules": ["q"]}
 NO_TENSOR = torch.ones(1, device="meta")

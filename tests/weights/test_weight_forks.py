@@ -12,7 +12,7 @@ import torch
 from weight_models import many, published, same
 
 from shmbus import BusBusyError, BusClosedError, WaitTimeoutError
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.weights import (
     ModuleSource,
     WeightPublisher,

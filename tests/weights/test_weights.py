@@ -16,7 +16,7 @@ from weight_models import Odd, Unwritable, bits, many, same
 
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
-from shmbus.pool.lifecycle import pool_path
+from shmbus.pool.pool_file import pool_path
 from shmbus.weights import (
     LocalPiece,
     ManifestError,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus.base.arguments import check_choice, check_flag, check_timeout
-from shmbus.batch.equal_scores import are_equal
+from shmbus.batch.scores import are_equal
 from trainer_adapter.adapters.ended_groups import still_leased
 from trainer_adapter.adapters.optional_imports import Stack
 from trainer_adapter.adapters.prompt_response import not_of_its_kind

@@ -20,9 +20,10 @@ from torch import Tensor
 import shmbus
 from shmbus.base.format import several
 from trainer_adapter.batches.prefix_tree import PrefixTree
+from trainer_adapter.batches.rows import RowSplit
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 
-__all__ = ["Batch", "BatchFacts", "Layout", "copy_to_device", "pad_batch"]
+__all__ = ["Batch", "BatchFacts", "Layout", "padded", "replaced"]
 
 Layout = Literal["packed", "padded", "prefix"]
 
@@ -130,7 +131,6 @@ class Batch(TensorHolder):
         Parameters
         ----------
         facts : BatchFacts
-            Of samples of one row each.
         **parts
             The remaining attributes without a default.
 
@@ -201,6 +201,8 @@ class Batch(TensorHolder):
 
 
 def _one_each(batch: Batch) -> Tensor:
+    if batch.facts is not None and batch.facts.rows is not None:
+        return torch.from_numpy(batch.facts.rows.sample_of.astype(np.int32))
     device = batch.cu_seqlens.device
     return torch.arange(batch.sequences, dtype=torch.int32, device=device)
 
@@ -210,15 +212,25 @@ def _known(batch: Batch) -> BatchFacts:
     return batch.facts
 
 
+def _of_samples(name: str, dtype: type[Any]) -> Callable[[Batch], Tensor]:
+    """Return the maker of a tensor from facts of samples: an element a sequence."""
+
+    def make(batch: Batch) -> Tensor:
+        facts = _known(batch)
+        values = getattr(facts, name).astype(dtype)
+        rows = facts.rows
+        return torch.from_numpy(values if rows is None else values[rows.sample_of])
+
+    return make
+
+
 #: Rarely read tensors, and their makers: in separate memory, since a write to a tensor must not
 #: change the rest. Also the fields absent from most batches.
 MADE_LATER: Final[dict[str, Callable[[Batch], Any]]] = {
-    "scores": lambda batch: torch.from_numpy(_known(batch).scores.astype(np.float32)),
-    "policy_versions": lambda batch: torch.from_numpy(_known(batch).policy_versions.copy()),
-    "newest_policy_versions": lambda batch: torch.from_numpy(
-        _known(batch).newest_policy_versions.copy()
-    ),
-    "group_sizes": lambda batch: torch.from_numpy(_known(batch).group_sizes.copy()),
+    "scores": _of_samples("scores", np.float32),
+    "policy_versions": _of_samples("policy_versions", np.int64),
+    "newest_policy_versions": _of_samples("newest_policy_versions", np.int64),
+    "group_sizes": lambda batch: torch.from_numpy(_known(batch).sequences_of_groups()),
     "sample_of": _one_each,
     "extra": lambda batch: {},
     "extra_offsets": lambda batch: {},
@@ -238,8 +250,8 @@ def _shape(value: Any) -> str:
     return f"list [{len(value)}]"
 
 
-def pad_batch(batch: Batch) -> None:
-    """Turn a packed batch into a padded batch, in place, on its device."""
+def padded(batch: Batch) -> Batch:
+    """Return a padded batch of a packed batch, on its device."""
     device = batch.tokens.device
     borders = batch.cu_seqlens.to(torch.int64)
     total = len(batch.tokens)
@@ -248,27 +260,28 @@ def pad_batch(batch: Batch) -> None:
     )
     columns = torch.arange(total, device=device) - borders[rows]
 
-    def padded(packed: Tensor) -> Tensor:
+    def wide(packed: Tensor) -> Tensor:
         values = indexable(packed)
-        wide = values.new_zeros((batch.sequences, batch.max_seqlen, *values.shape[1:]))
-        wide[rows, columns] = values
-        return wide.view(packed.dtype)
+        filled = values.new_zeros((batch.sequences, batch.max_seqlen, *values.shape[1:]))
+        filled[rows, columns] = values
+        return filled.view(packed.dtype)
 
-    for name in PER_TOKEN:
-        packed: Tensor | None = getattr(batch, name)
-        if packed is not None:
-            setattr(batch, name, padded(packed))
-    for name, kind in batch.extra_kinds.items():
-        if kind == "token":
-            batch.extra[name] = padded(batch.extra[name])
-    batch.layout = "padded"
+    parts: dict[str, Any] = {name: getattr(batch, name) for name in PER_TOKEN}
+    parts = {name: None if packed is None else wide(packed) for name, packed in parts.items()}
+    if batch.extra:
+        kinds = batch.extra_kinds
+        extra = batch.extra.items()
+        parts["extra"] = {
+            name: wide(value) if kinds[name] == "token" else value for name, value in extra
+        }
+    return replaced(batch, **parts, layout="padded")
 
 
-def copy_to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a copy of a batch on another device, with the same groups."""
-    copied = batch.to(device)
-    copied.transport = "copy"
-    return copied
+def replaced(batch: Batch, **parts: Any) -> Batch:
+    """Return a batch of the same groups with other parts."""
+    made = object.__new__(Batch)
+    vars(made).update(vars(batch), **parts)
+    return made
 
 
 class BatchFacts(NamedTuple):
@@ -281,8 +294,8 @@ class BatchFacts(NamedTuple):
     group_sizes: NDArray[np.int64]
     #: Total of the sequences.
     tokens: int
-    #: int64 [S] or None. Tokens of each sequence, if samples hold several.
-    row_lengths: NDArray[np.int64] | None = None
+    #: Of samples put with rows, else None.
+    rows: RowSplit | None = None
 
     @property
     def scores(self) -> NDArray[np.float64]:
@@ -305,7 +318,15 @@ class BatchFacts(NamedTuple):
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens per sequence: int64 [S]."""
-        if self.row_lengths is not None:
-            return self.row_lengths
+        if self.rows is not None:
+            return self.rows.lengths
         lengths: NDArray[np.int64] = self.samples[3]
         return lengths
+
+    def sequences_of_groups(self) -> NDArray[np.int64]:
+        """Sequences per group: a new int64 [G]."""
+        sizes: NDArray[np.int64] = self.group_sizes.copy()
+        if self.rows is not None:
+            group_of = np.repeat(np.arange(len(sizes)), sizes)
+            sizes = np.bincount(group_of[self.rows.sample_of], minlength=len(sizes))
+        return sizes

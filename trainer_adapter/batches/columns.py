@@ -20,14 +20,14 @@ import torch
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.extra_fields import ExtraFields, declared_dtype
+from trainer_adapter.batches.rows import RowSplit, selected
 
-__all__ = ["add_columns", "check_columns", "column_names"]
+__all__ = ["check_columns", "column_tensors"]
 
 
 def check_columns(
-    group: shmbus.Group, given: Any, tokens: str, wanted: ExtraFields | None
+    group: shmbus.Group, given: Any, tokens: str, wanted: ExtraFields
 ) -> dict[str, list[NDArray[Any]]]:
     """Return columns given to a group, as arrays of its samples; raise for a mismatch."""
     if not isinstance(given, Mapping):
@@ -75,9 +75,9 @@ def as_array(one: Any) -> NDArray[Any]:
     return np.asarray(one, order="C")
 
 
-def column_kind(wanted: ExtraFields | None, name: str) -> str:
+def column_kind(wanted: ExtraFields, name: str) -> str:
     """Return the kind of a column: its kind in `extra_fields`, or "token"."""
-    declared = None if wanted is None else wanted.declared(name)
+    declared = wanted.declared(name)
     kind = "token" if declared is None else declared.kind
     if kind not in ("token", "sequence"):
         raise ValueError(
@@ -87,46 +87,35 @@ def column_kind(wanted: ExtraFields | None, name: str) -> str:
     return kind
 
 
-def column_names(groups: Sequence[shmbus.Group]) -> tuple[str, ...]:
-    """Return the columns of groups; raise ValueError for a group with a missing column."""
-    if not any([group.annotated for group in groups]):
-        return ()
-    names = sorted({name for group in groups for name in group.columns})
-    for group in groups:
-        missing = [name for name in names if name not in group.columns]
-        if missing:
-            raise ValueError(
-                f"group {group.instance_id!r}: expected the column {missing[0]!r}, as other groups "
-                "of its batch have it, got none; annotate_group returns the same names for all"
-            )
-    return tuple(names)
-
-
-def add_columns(batch: Batch, groups: Sequence[shmbus.Group], wanted: ExtraFields | None) -> None:
-    """Add the columns of its groups to a packed batch."""
-    for name in column_names(groups):
+def column_tensors(
+    groups: Sequence[shmbus.Group],
+    names: Sequence[str],
+    wanted: ExtraFields,
+    rows: RowSplit | None,
+    device: torch.device,
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the columns of a batch, as tensors and as kinds."""
+    extra: dict[str, torch.Tensor] = {}
+    kinds = {name: column_kind(wanted, name) for name in names}
+    for name, kind in kinds.items():
         arrays = [one for group in groups for one in group.columns[name]]
         owners = [(group, t) for group in groups for t in group.trajectories]
+        first = 0 if kind == "sequence" else 1
+        expected = arrays[0].dtype, arrays[0].shape[first:]
         for (group, t), one in zip(owners, arrays, strict=True):
-            kind = column_kind(wanted, name)
-            first = arrays[0]
-            shapes = (
-                (one.shape, first.shape) if kind == "sequence" else (one.shape[1:], first.shape[1:])
-            )
-            if one.dtype != first.dtype or shapes[0] != shapes[1]:
+            if (one.dtype, one.shape[first:]) != expected:
                 raise ValueError(
-                    f"{_of(group, name)}: sample {t.index}: expected {first.dtype} of shape "
-                    f"{shapes[1]}, as the first of its batch, got {one.dtype} of {shapes[0]}"
+                    f"{_of(group, name)}: sample {t.index}: expected {expected[0]} of shape "
+                    f"{expected[1]}, as the first of its batch, got {one.dtype} of "
+                    f"{one.shape[first:]}"
                 )
         values = torch.from_numpy(np.concatenate(arrays) if kind == "token" else np.stack(arrays))
-        declared = None if wanted is None else wanted.declared(name)
-        values = values.to(
-            batch.tokens.device, None if declared is None else declared_dtype(declared)
-        )
-        if kind == "sequence":
-            values = values.index_select(0, batch.sample_of.long())
-        batch.extra = {**batch.extra, name: values}
-        batch.extra_kinds = {**batch.extra_kinds, name: kind}
+        declared = wanted.declared(name)
+        values = values.to(device, None if declared is None else declared_dtype(declared))
+        if kind == "sequence" and rows is not None:
+            values = selected(values, rows.sample_of)
+        extra[name] = values
+    return extra, kinds
 
 
 def _of(group: shmbus.Group, name: str) -> str:

@@ -23,20 +23,28 @@ from torch import Tensor
 
 import shmbus
 from shmbus.base.arguments import check_text
-from shmbus.batch import extra_fields as bus_extras
-from shmbus.batch.extra_fields import ExtraRows, ExtraSpec, PackedExtra
+from shmbus.batch.gather import (
+    RAGGED,
+    SEQUENCE,
+    TOKEN,
+    ExtraSpec,
+    FieldNames,
+    PackPlan,
+    measure,
+)
 from shmbus.data.sample_rows import SHARED_PREFIX
+from trainer_adapter.batches.rows import RowSplit, selected
 
 __all__ = ["ExtraField", "ExtraFields", "ExtraKind", "GivenExtraFields", "MeasuredExtras"]
 
 ExtraKind = Literal["token", "ragged", "sequence", "support", "group", "meta"]
 KINDS: Final = ("token", "ragged", "sequence", "support", "group", "meta")
 _CODES: Final = {
-    "token": bus_extras.TOKEN,
-    "ragged": bus_extras.RAGGED,
-    "sequence": bus_extras.SEQUENCE,
-    "support": bus_extras.RAGGED,
-    "group": bus_extras.RAGGED,
+    "token": TOKEN,
+    "ragged": RAGGED,
+    "sequence": SEQUENCE,
+    "support": RAGGED,
+    "group": RAGGED,
 }
 #: Kinds with a free number of rows per sample.
 _OF_ROWS: Final = ("ragged", "support", "group")
@@ -120,6 +128,14 @@ class _Field(NamedTuple):
         return SHARED_PREFIX + named if self.given.kind == "group" else named
 
 
+class _Rows(NamedTuple):
+    """Rows of a field found in a plan, -1 for a sample without the field; no dtype without rows."""
+
+    dtype: np.dtype[Any] | None
+    sizes: tuple[int, ...]
+    rows: NDArray[np.int64]
+
+
 class _Column(NamedTuple):
     """One array field of a batch: its form, its rows per sample, and the start of its bytes."""
 
@@ -127,6 +143,8 @@ class _Column(NamedTuple):
     form: _Form
     rows: NDArray[np.int64]
     lacks: NDArray[np.bool_]
+    #: False if no sample has the field: nothing is copied.
+    present: bool
     at: int
 
     @property
@@ -137,53 +155,56 @@ class _Column(NamedTuple):
 class MeasuredExtras(NamedTuple):
     """The extra fields of one batch, before they are copied."""
 
-    #: Of the array fields.
-    columns: list[_Column]
+    arrays: list[_Column]
     #: Values of the meta, by the field's name.
     metas: dict[str, list[Any]]
     #: Size of the array fields in one block.
     nbytes: int
+    #: Names of the columns added to the groups, in the place of fields.
+    added: tuple[str, ...]
 
-    def packed_into(self, block: NDArray[np.uint8]) -> tuple[PackedExtra, ...]:
+    def outs(self, block: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], ...]:
         """Return the place of each array field in a block of `nbytes`."""
-        return tuple(
-            PackedExtra(*_spec(one.field, one.form), block[one.at : one.at + one.nbytes])
-            for one in self.columns
-        )
-
-    def specs(self) -> tuple[ExtraSpec, ...]:
-        """Return the specification of each array field for a kernel's plan."""
-        return tuple(_spec(one.field, one.form) for one in self.columns)
+        places = []
+        for one in self.arrays:
+            place = block[one.at : one.at + one.nbytes]
+            if not one.present:
+                place[:] = 0
+                place = place[:0]
+            places.append(place)
+        return tuple(places)
 
     def places(self) -> tuple[tuple[int, int], ...]:
         """Return the start of each array field in the block, and the widest word of its rows."""
-        return tuple((one.at, math.gcd(one.form.row_bytes, 8)) for one in self.columns)
-
-    def row_sources(self) -> dict[str, str]:
-        """Return the producers' names of the "ragged" fields, by the batch's."""
-        return {
-            one.field.name: one.field.source
-            for one in self.columns
-            if one.field.given.kind == "ragged"
-        }
+        return tuple((one.at, math.gcd(one.form.row_bytes, 8)) for one in self.arrays)
 
     @property
     def lacking(self) -> bool:
         """True if a sample lacks an optional array field: its bytes must be 0."""
-        return any(bool(one.lacks.any()) for one in self.columns)
+        return any(bool(one.lacks.any()) for one in self.arrays)
 
-    def values(self, block: Tensor) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
+    def values(
+        self, block: Tensor, sizes: NDArray[np.int64], rows: RowSplit | None
+    ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
         """Make a batch's extra fields from the block of copied bytes."""
         extra: dict[str, Any] = dict(self.metas)
+        if rows is not None:
+            extra = {name: rows.repeated(values) for name, values in extra.items()}
         kinds = dict.fromkeys(self.metas, "meta")
         offsets: dict[str, Tensor] = {}
-        for one in self.columns:
-            name = one.field.name
+        for one in self.arrays:
+            name, kind = one.field.name, one.field.given.kind
             borders = np.zeros(len(one.rows) + 1, np.int64)
             np.cumsum(one.rows, out=borders[1:])
-            extra[name] = _tensor(one, block, borders)
-            kinds[name] = one.field.given.kind
-            if one.field.given.kind in _OF_ROWS:
+            values = _tensor(one, block, borders)
+            if kind == "group":
+                borders = borders[np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])]
+            elif kind == "ragged" and rows is not None:
+                values, borders = rows.cut(values, borders, one.field.source)
+            elif kind == "sequence" and rows is not None:
+                values = selected(values, rows.sample_of)
+            extra[name], kinds[name] = values, kind
+            if kind in _OF_ROWS:
                 offsets[name] = torch.from_numpy(borders).to(block.device)
         return extra, offsets, kinds
 
@@ -207,12 +228,9 @@ class ExtraFields:
         self._forms: dict[str, _Form] = {}
 
     @classmethod
-    def of(cls, given: GivenExtraFields | ExtraFields | None) -> ExtraFields | None:
-        """Return an ExtraFields unchanged, a new ExtraFields for a mapping, or None for None."""
-        if given is None or isinstance(given, ExtraFields):
-            return given
-        made = cls(given)
-        return made if given else None
+    def of(cls, given: GivenExtraFields | ExtraFields | None) -> ExtraFields:
+        """Return an ExtraFields unchanged, or a new one for a mapping."""
+        return given if isinstance(given, ExtraFields) else cls({} if given is None else given)
 
     @property
     def supports(self) -> dict[str, str]:
@@ -229,36 +247,37 @@ class ExtraFields:
         return [one.source for one in self._arrays]
 
     def measure(
-        self,
-        trajectories: list[shmbus.Trajectory],
-        lengths: list[int],
-        given: tuple[str, ...] = (),
-    ) -> MeasuredExtras:
-        """Find the extra fields of a batch's samples, but for columns, after all checks."""
-        columns: list[_Column] = []
+        self, groups: list[shmbus.Group], names: FieldNames
+    ) -> tuple[PackPlan, MeasuredExtras]:
+        """Measure groups with the extra fields absent from their columns, after all checks."""
+        added = _column_names(groups) if any([group.annotated for group in groups]) else ()
+        fields = [one for one in self._arrays if one.name not in added]
+        plan = measure(groups, names, tuple([self._spec(one) for one in fields]))
+        if not fields and not self._metas:
+            return plan, MeasuredExtras([], {}, 0, added)
+        trajectories = plan.trajectories
+        arrays: list[_Column] = []
         at = 0
-        arrays = [one for one in self._arrays if one.name not in given]
-        if arrays:
-            specs = tuple(_spec(one, self._forms.get(one.name)) for one in arrays)
-            found = bus_extras.measure_extras(trajectories, lengths, specs)
-            for one, rows in zip(arrays, found, strict=True):
-                if one.given.kind == "group" and not one.given.optional:
-                    _require_shared(one, rows.rows, trajectories)
-            # Check every field before storing a form: a refused batch decides nothing.
-            forms = [
-                self._form(one, rows, trajectories) for one, rows in zip(arrays, found, strict=True)
-            ]
-            for one, rows, form in zip(arrays, found, forms, strict=True):
-                if rows.dtype is not None:
-                    self._forms[one.name] = form
-                columns.append(_column(one, form, rows.rows, lengths, at))
-                at += -(-columns[-1].nbytes // ALIGN) * ALIGN
+        for one, found in zip(fields, plan.extras, strict=True):
+            rows = _Rows(*found)
+            if one.given.kind == "group" and not one.given.optional:
+                _require_shared(one, rows.rows, trajectories)
+            form = self._form(one, rows, trajectories)
+            arrays.append(_column(one, form, rows, plan.samples[3], at))
+            at += -(-arrays[-1].nbytes // ALIGN) * ALIGN
         metas = {one.name: [_meta(one, t) for t in trajectories] for one in self._metas}
-        return MeasuredExtras(columns, metas, at)
+        # After all checks: a refused batch decides no form.
+        self._forms |= {one.field.name: one.form for one in arrays if one.present}
+        return plan, MeasuredExtras(arrays, metas, at, added)
 
-    def _form(
-        self, field: _Field, found: ExtraRows, trajectories: list[shmbus.Trajectory]
-    ) -> _Form:
+    def _spec(self, field: _Field) -> ExtraSpec:
+        form = self._forms.get(field.name)
+        # One sample carries a "group" field for its group.
+        optional = field.given.optional or field.given.kind == "group"
+        known = () if form is None else (form.dtype, form.sizes)
+        return ExtraSpec(field.source, _CODES[field.given.kind], optional, *known)
+
+    def _form(self, field: _Field, found: _Rows, trajectories: list[shmbus.Trajectory]) -> _Form:
         known = self._forms.get(field.name)
         if known is not None:
             return known
@@ -282,6 +301,19 @@ class ExtraFields:
         return _Form(found.dtype, found.sizes, bits)
 
 
+def _column_names(groups: list[shmbus.Group]) -> tuple[str, ...]:
+    """Return the columns of groups; raise ValueError for a group with a missing column."""
+    names = sorted({name for group in groups for name in group.columns})
+    for group in groups:
+        missing = [name for name in names if name not in group.columns]
+        if missing:
+            raise ValueError(
+                f"group {group.instance_id!r}: expected the column {missing[0]!r}, as other groups "
+                "of its batch have it, got none; annotate_group returns the same names for all"
+            )
+    return tuple(names)
+
+
 def _require_shared(
     field: _Field, rows: NDArray[np.int64], trajectories: list[shmbus.Trajectory]
 ) -> None:
@@ -292,17 +324,6 @@ def _require_shared(
         if group != before and count < 0:
             raise _refusal(t, field, "it once for the group, by put_group(shared=)", "none")
         before = group
-
-
-def of_groups(
-    extra_offsets: dict[str, Tensor], kinds: dict[str, str], sizes: NDArray[np.int64]
-) -> None:
-    """Turn the borders of samples into borders of groups, for fields stored once per group."""
-    starts = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
-    for name, kind in kinds.items():
-        if kind == "group":
-            borders = extra_offsets[name]
-            extra_offsets[name] = borders.index_select(0, starts.to(borders.device))
 
 
 def _checked(name: object, given: object) -> _Field:
@@ -364,25 +385,15 @@ def declared_dtype(field: ExtraField) -> torch.dtype | None:
     return _checked_dtype("", field)
 
 
-def _spec(field: _Field, form: _Form | None) -> ExtraSpec:
-    code = _CODES[field.given.kind]
-    # One sample carries the field for its group.
-    optional = field.given.optional or field.given.kind == "group"
-    if form is None:
-        return ExtraSpec(field.source, code, optional)
-    return ExtraSpec(field.source, code, optional, form.dtype, form.sizes)
-
-
 def _column(
-    field: _Field, form: _Form, found: NDArray[np.int64], lengths: list[int], at: int
+    field: _Field, form: _Form, found: _Rows, lengths: NDArray[np.int64], at: int
 ) -> _Column:
-    lacks = found < 0
-    rows = found
+    rows, lacks = found.rows, found.rows < 0
     if lacks.any():
         ragged, token = field.given.kind in _OF_ROWS, field.given.kind == "token"
-        filler = lengths if token else 0 if ragged else 1
-        rows = np.where(lacks, filler, found)
-    return _Column(field, form, rows, lacks, at)
+        filler: Any = lengths if token else 0 if ragged else 1
+        rows = np.where(lacks, filler, rows)
+    return _Column(field, form, rows, lacks, found.dtype is not None, at)
 
 
 def _bits_of(dtype: np.dtype[Any], target: torch.dtype | None) -> torch.dtype | None:

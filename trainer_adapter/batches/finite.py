@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus.batch.gather import MAX_LOGPROB, FieldNames, PackedBatch
-from shmbus.batch.gather_plan import find_not_finite
 
 __all__ = [
-    "NotFiniteError", "SampleError", "group_of_sample", "is_logprob", "not_finite",
-    "require_finite",
+    "NotFiniteError", "SampleError", "group_of_sample", "is_logprob", "not_finite", "wrong_mask",
+    "wrong_value",
 ]  # fmt: skip
 
 
@@ -36,17 +35,38 @@ class NotFiniteError(SampleError):
     """A sample with a nan, an infinity or a positive logprob at a trained token."""
 
 
-def require_finite(
+def wrong_value(
     arrays: PackedBatch, trajectories: list[shmbus.Trajectory], names: FieldNames
-) -> None:
-    """Raise NotFiniteError for the first invalid logprob or non-finite advantage."""
+) -> SampleError:
+    """Make the error for the first invalid mask, logprob or advantage."""
+    found = wrong_mask(trajectories, names)
+    if found is not None:
+        return found
     wrong = np.flatnonzero(~is_logprob(arrays.logprobs))
-    token = int(wrong[0]) if len(wrong) else find_not_finite(arrays.advantages)
-    name, values = (
-        (names.logprobs, arrays.logprobs) if len(wrong) else (names.advantages, arrays.advantages)
-    )
-    if token >= 0:
-        raise not_finite(name, token, float(values[token]), arrays.cu_seqlens, trajectories)
+    name, values = names.logprobs, arrays.logprobs
+    if not len(wrong):
+        wrong = np.flatnonzero(~np.isfinite(arrays.advantages))
+        name, values = names.advantages, arrays.advantages
+    token = int(wrong[0])
+    return not_finite(name, token, float(values[token]), arrays.cu_seqlens, trajectories)
+
+
+def wrong_mask(trajectories: list[shmbus.Trajectory], names: FieldNames) -> SampleError | None:
+    """Make the error for the first mask with a value other than 0 and 1, if any."""
+    for sample, t in enumerate(trajectories):
+        mask = None if names.loss_mask is None else t.get(names.loss_mask)
+        if mask is None:
+            continue
+        values = mask.view(np.uint8) if mask.dtype == np.bool_ else mask
+        wrong = np.flatnonzero((values != 0) & (values != 1))
+        if len(wrong):
+            return SampleError(
+                f"trajectory {t.instance_id!r}[{t.index}] of producer {t.producer_id}: field "
+                f"{names.loss_mask!r}: expected 0 or 1 for each token, got {values[wrong[0]]} at "
+                f"token {wrong[0]}; put 1 for sampled tokens, 0 for the rest",
+                sample,
+            )
+    return None
 
 
 def is_logprob(values: Any) -> Any:

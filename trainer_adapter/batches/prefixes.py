@@ -13,29 +13,30 @@ import torch
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.batch.field_names import FieldNames
+from shmbus.batch.gather import FieldNames, PackPlan
 from shmbus.data.sample_rows import row_lengths
-from trainer_adapter.batches.batch import Batch
+from trainer_adapter.batches.batch import Batch, replaced
 from trainer_adapter.batches.finite import SampleError
 from trainer_adapter.batches.prefix_tree import same_tokens, share_prefixes
 
-__all__ = ["PrefixError", "share_in_batch"]
+__all__ = ["PrefixError", "prefix_batch"]
 
 
 class PrefixError(SampleError):
     """A sample without the shared beginning of its group."""
 
 
-def share_in_batch(batch: Batch, trajectories: list[shmbus.Trajectory], names: FieldNames) -> None:
-    """Give a packed batch its prefix tree, on the host."""
+def prefix_batch(batch: Batch, plan: PackPlan, names: FieldNames) -> Batch:
+    """Return a packed batch with its prefix tree, on the host."""
     tokens, borders = batch.tokens.numpy(), batch.cu_seqlens.numpy()
     views = [tokens[a:b] for a, b in itertools.pairwise(borders)]
+    trajectories = plan.trajectories
     _check_prompts(batch, views, trajectories, names)
-    if batch.facts is not None and batch.facts.row_lengths is not None:
-        _check_rows(batch, views, trajectories, names)
+    if plan.has_rows:
+        _check_rows(views, trajectories, names)
     sizes = batch.group_sizes.numpy()
-    batch.prefix_tree = share_prefixes(tokens, np.diff(borders), sizes, _inputs(batch))
-    batch.layout = "prefix"
+    tree = share_prefixes(tokens, np.diff(borders), sizes, _inputs(batch))
+    return replaced(batch, prefix_tree=tree, layout="prefix")
 
 
 def _check_prompts(
@@ -74,7 +75,6 @@ def _check_prompts(
 
 
 def _check_rows(
-    batch: Batch,
     views: list[NDArray[np.int64]],
     trajectories: list[shmbus.Trajectory],
     names: FieldNames,

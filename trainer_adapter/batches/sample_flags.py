@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.batch.gather import PackedBatch
-from shmbus.batch.gather_plan import mentioning
+from shmbus.batch.gather import MASKED, ZEROED, mentioning
 from trainer_adapter.scored_group import TRUNCATED_REASONS, meta_value
 
 __all__ = [
@@ -25,10 +24,8 @@ __all__ = [
     "Stale",
     "Truncated",
     "Withholding",
-    "apply_flags",
     "count_truncated",
     "is_truncated",
-    "request_words",
     "sample_flags",
 ]
 
@@ -42,10 +39,6 @@ _WITHHELD: Final = ("mask", "exclude")
 #: Words in an encoded meta, a possible request.
 ZEROING_WORDS: Final = (b"set_advantage_to_zero",)
 TRUNCATED_WORDS: Final = tuple(reason.encode() for reason in sorted(TRUNCATED_REASONS))
-
-#: Bits of a sample's flags: every token masked; advantages of 0.
-MASKED: Final = 1
-ZEROED: Final = 2
 
 
 class Withholding(NamedTuple):
@@ -78,25 +71,12 @@ class Withholding(NamedTuple):
 
 def is_truncated(group: shmbus.Group) -> bool:
     """Return True if ``meta["finish_reason"]`` reports a truncated sample in a leased group."""
-    trajectories = group.trajectories
-    return any(
-        meta_value(trajectories[position].meta, "finish_reason") in TRUNCATED_REASONS
-        for position in mentioning(trajectories, TRUNCATED_WORDS)
-    )
+    return bool(_truncated(group.trajectories))
 
 
 def count_truncated(groups: list[shmbus.Group]) -> int:
     """Count the truncated samples of leased groups."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    return sum(
-        meta_value(trajectories[position].meta, "finish_reason") in TRUNCATED_REASONS
-        for position in mentioning(trajectories, TRUNCATED_WORDS)
-    )
-
-
-def request_words(truncated: Truncated) -> tuple[bytes, ...]:
-    """Return the words searched in metas; each flagged sample contains one."""
-    return ZEROING_WORDS + TRUNCATED_WORDS if truncated in _WITHHELD else ZEROING_WORDS
+    return len(_truncated([t for group in groups for t in group.trajectories]))
 
 
 def sample_flags(
@@ -112,18 +92,6 @@ def sample_flags(
     flags[asked] |= ZEROED
     flags[cut] |= MASKED
     return flags
-
-
-def apply_flags(flags: NDArray[np.uint8], arrays: PackedBatch) -> None:
-    """Apply the flags of `sample_flags` to packed arrays on the host."""
-    borders = arrays.cu_seqlens
-    for position in np.flatnonzero(flags).tolist():
-        tokens = slice(borders[position], borders[position + 1])
-        if flags[position] & ZEROED:
-            arrays.advantages[tokens] = 0
-        if flags[position] & MASKED:
-            arrays.loss_mask[tokens] = False
-            arrays.logprobs[tokens] = 0
 
 
 def _truncated(trajectories: list[shmbus.Trajectory]) -> list[int]:

@@ -26,6 +26,7 @@ import shmbus
 from shmbus.engines import EngineFleet, VllmServer
 from shmbus.weights import ModuleSource, WeightPublisher
 from trainer_adapter.attention import register_with_transformers
+from trainer_adapter.corrections import importance_correction
 from trainer_adapter.demo import chat_task
 from trainer_adapter.demo.view import Point, plot_chat
 from trainer_adapter.handler.handler import OnlineDataHandler
@@ -57,8 +58,22 @@ class Scale(NamedTuple):
     server: list[str]
 
 
+class Remedy(NamedTuple):
+    """How a run treats the gap between the engine's logprobs and the trainer's."""
+
+    #: Of published weights: "nearest" or "stochastic".
+    rounding: str = "stochastic"
+    #: Dtype of the trainer's forward pass.
+    forward: str = "float32"
+    #: "none", "truncated" importance weights, or "recomputed": a ratio of the trainer's logprobs.
+    correction: str = "none"
+
+
 CPU = Scale("cpu", "float32", 4, 24, 4, 32, ["--enforce-eager"])
 GPU = Scale("cuda", "bfloat16", 32, 60, 10, 128, ["--gpu-memory-utilization", "0.3"])
+DEFAULT = Remedy()
+#: Steps between two measurements of the gap by a second forward pass at the engine's dtype.
+PROBE_STEPS = 10
 #: Seconds to wait for a batch, and for an evaluation.
 PATIENCE_S = 600.0
 LEARNING_RATE = 1e-5
@@ -95,8 +110,8 @@ def load(folder: Path, device: str) -> tuple[Any, Any]:
 class ChatRun:
     """One run: trainer, workers and server, from the first step or from a checkpoint."""
 
-    def __init__(self, config: ChatConfig, scale: Scale) -> None:
-        self.config, self.scale = config, scale
+    def __init__(self, config: ChatConfig, scale: Scale, remedy: Remedy = DEFAULT) -> None:
+        self.config, self.scale, self.remedy = config, scale, remedy
         self.steps = config.steps or scale.steps
         self.output = Path(config.output).resolve()
         self.output.mkdir(parents=True, exist_ok=True)
@@ -105,6 +120,7 @@ class ChatRun:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0
         )
+        self.figures: list[dict[str, float]] = []
         self.training: list[Point] = []
         self.held_out: list[Point] = []
         self._unsaved: list[Any] = []
@@ -131,11 +147,8 @@ class ChatRun:
         server = chat_task.server_of(
             Path(self.config.model), _free_port(), self.scale.dtype, self.scale.server, self.log
         )
-        source = ModuleSource(
-            self.model, dtype=getattr(torch, self.scale.dtype), rounding="stochastic"
-        )
-        if self.scale.dtype == "float32":
-            source = ModuleSource(self.model)
+        dtype = getattr(torch, self.scale.dtype)
+        source = ModuleSource(self.model, dtype=dtype, rounding=self.remedy.rounding)  # type: ignore[arg-type]
         arguments = (self.bus, server.address, self.config.model)
         with (
             shmbus.Bus.ensure(self.bus, "256MiB", schema=chat_task.SCHEMA),
@@ -170,26 +183,46 @@ class ChatRun:
             asked = time.monotonic()
             batch = handler.next_batch(PATIENCE_S)
             got = time.monotonic()
-            logprobs = chat_task.logprobs_of(self.model, batch)
-            mismatch = logprob_mismatch(logprobs.detach(), batch)
-            loss = policy_loss(logprobs, batch.logprobs, batch.advantages, batch.loss_mask)
-            self.optimizer.zero_grad()
-            torch.autograd.backward(loss.loss)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
+            figures = self._step(batch, probe=handler.step % PROBE_STEPS == 0)
             stepped = time.monotonic()
             send(handler.step)
             self._unsaved.append(batch)
-            reward = float(batch.scores.mean())
-            self.training.append(Point(self._seconds(), handler.step, reward))
+            updated = time.monotonic()
+            figures |= {
+                "reward": float(batch.scores.mean()), "tokens": batch.num_tokens,
+                "wait_s": got - asked, "train_s": stepped - got, "update_s": updated - stepped,
+            }  # fmt: skip
+            self.figures.append(figures)
+            self.training.append(Point(self._seconds(), handler.step, figures["reward"]))
             print(
-                f"step {handler.step:>3}/{self.steps}  reward {reward:.3f}  |dlogp| "
-                f"{mismatch.mean:.4f}  wait {got - asked:.1f} s  train {stepped - got:.1f} s  "
-                f"weights {time.monotonic() - stepped:.2f} s  {self._seconds():,.0f} s",
+                f"step {handler.step:>3}/{self.steps}  reward {figures['reward']:.3f}  |dlogp| "
+                f"{figures['mean']:.4f}  wait {figures['wait_s']:.1f} s  train "
+                f"{figures['train_s']:.1f} s  weights {figures['update_s']:.2f} s  "
+                f"{self._seconds():,.0f} s",
                 flush=True,
             )
             if handler.step % self.scale.evaluate_every == 0 or handler.step == self.steps:
                 self._evaluate(handler)
+
+    def _step(self, batch: Any, *, probe: bool) -> dict[str, float]:
+        """Train on a batch; return the figures of the gap and of clipping."""
+        logprobs = chat_task.logprobs_of(self.model, batch, self.remedy.forward)
+        low = None
+        if probe:
+            with torch.no_grad():
+                low = chat_task.logprobs_of(self.model, batch, self.scale.dtype)
+        mismatch = logprob_mismatch(logprobs.detach(), batch, at_engine_dtype=low)
+        old, weights = batch.logprobs, None
+        if self.remedy.correction != "none":
+            old = logprobs.detach()
+            if self.remedy.correction == "truncated":
+                weights = importance_correction(old, batch.logprobs, batch.loss_mask).weights
+        loss = policy_loss(logprobs, old, batch.advantages, batch.loss_mask, weights=weights)
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss.loss)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return {"clip_fraction": float(loss.clip_fraction), **mismatch.metrics("")}
 
     def _evaluate(self, handler: OnlineDataHandler) -> None:
         """Ask the held-out questions; then save, draw, and acknowledge what the checkpoint has."""

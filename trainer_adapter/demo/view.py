@@ -97,7 +97,7 @@ def plot_chat(training: list[Point], held_out: list[Point], directory: Path) -> 
         (training, "training batches", {"color": "#9db8d2"}),
         (held_out, "held-out questions", {"color": "#1f4e79", "marker": "o"}),
     ):
-        axes.plot([p.step for p in points], [p.reward for p in points], label=label, **style)
+        axes.plot([p.step for p in points], [p.reward for p in points], label=label, **style)  # type: ignore[arg-type]
     axes.set(xlabel="optimizer steps", ylabel="mean reward", ylim=(0, 1.02), xlim=(0, None))
     axes.grid(alpha=0.25)
     axes.legend(loc="upper left", frameon=False)

@@ -8,7 +8,7 @@ Invariants:
   The programs after the chunks copy words to the batch unchanged.
 - The values equal the host's gather: integers widened, logprobs 0 where the mask is False, a
   producer's own advantages before the group's.
-- The table is read from host memory, and non-finite values are reported there: a batch is one
+- The table is read from host memory, and wrong values are reported there: a batch is one
   launch, with no copy before or after it.
 """
 
@@ -23,9 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shmbus.batch.extra_fields import COPY_WORDS
-from shmbus.batch.gather import MAX_LOGPROB
-from shmbus.batch.gather_plan import CHUNK_WORDS, KINDS
+from shmbus.batch.gather import MASKED, MAX_LOGPROB, ZEROED
+from shmbus.batch.kernel_table import CHUNK_WORDS, COPY_WORDS, KINDS
 
 __all__ = ["CHUNK_TOKENS", "launch", "launch_copy"]
 
@@ -93,7 +92,7 @@ def _constants(kinds: tuple[int, int, int, int]) -> tuple[Any, ...]:
     """Return the kernel's constants for these fields; a missing field gets an arbitrary type."""
     types = [TYPES[KINDS[kind].str[1:]] if kind >= 0 else tl.int8 for kind in kinds]
     there = [kind >= 0 for kind in kinds[1:]]
-    return (*types, *there, CHUNK_WORDS, CHUNK_TOKENS, MAX_LOGPROB)
+    return (*types, *there, CHUNK_WORDS, CHUNK_TOKENS, MAX_LOGPROB, MASKED, ZEROED)
 
 
 #: Words for copying rows, by their bytes; and the number of words per step of a program.
@@ -117,7 +116,7 @@ def launch_copy(table: Tensor, table_at: int, chunks: int, width: int, there: Te
 
 @triton.jit
 def copy_rows(
-    chunks,  # int64 [count, ENTRY]: of `shmbus.batch.extra_fields.plan_extras`
+    chunks,  # int64 [count, ENTRY]: of `PackPlan.copy_table`
     there,
     WORD: tl.constexpr,
     ENTRY: tl.constexpr,
@@ -147,8 +146,8 @@ def _word(words, position, WORDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "fact_words"])
 def pack_records(
-    chunks,  # int64 [count, WORDS]: of `shmbus.batch.gather_plan.plan_gather`, for this launch
-    found,  # int32 [2]: not 0 for a non-finite logprob, and for a non-finite advantage
+    chunks,  # int64 [count, WORDS]: of `PackPlan.table`, for this launch
+    found,  # int32 [3]: not 0 for a wrong mask, logprob, advantage
     facts,  # int32 [fact_words], to be copied
     facts_there,  # int32 [fact_words]
     tokens,  # int64 [T]
@@ -168,6 +167,8 @@ def pack_records(
     WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
     LARGEST_LOGPROB: tl.constexpr,
+    MASKED_FLAG: tl.constexpr,
+    ZEROED_FLAG: tl.constexpr,
 ):
     """Pack one chunk; the upper-case dtypes describe the records."""
     program = tl.program_id(0)
@@ -184,7 +185,7 @@ def pack_records(
         here = span.to(tl.int32) + lane
         inside = lane < (span >> 32).to(tl.int32)
         orders = _word(chunk, 6, WORDS)
-        masked, zeroed = (orders & 1) != 0, (orders & 2) != 0
+        masked, zeroed = (orders & MASKED_FLAG) != 0, (orders & ZEROED_FLAG) != 0
         gain = (orders >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         # Every field of the record is loaded before the first use. Each begins on a cache line, for
         # reads of whole vectors.
@@ -204,6 +205,8 @@ def pack_records(
         trained = inside & (masked == 0)
         if HAS_MASK:
             trained = trained & (kept != 0)
+            if tl.max((inside & (kept != 0) & (kept != 1)).to(tl.int32)) != 0:
+                tl.store(found, 1)
         tl.store(loss_mask + at, trained, mask=inside)
         values = tl.zeros([CHUNK], dtype=tl.float32)
         if HAS_LOGPROBS:
@@ -211,11 +214,11 @@ def pack_records(
             # x - x is not 0 for a nan and for an infinity only.
             wrong = ((values - values) != 0.0) | (values > LARGEST_LOGPROB)
             if tl.max((inside & wrong).to(tl.int32)) != 0:
-                tl.store(found, 1)
+                tl.store(found + 1, 1)
         tl.store(logprobs + at, values, mask=inside)
         gains = tl.zeros([CHUNK], dtype=tl.float32) + tl.where(zeroed, 0.0, gain)
         if HAS_ADVANTAGES:
             gains = tl.where(zeroed, 0.0, own.to(tl.float32))
             if tl.max((inside & ((gains - gains) != 0.0)).to(tl.int32)) != 0:
-                tl.store(found + 1, 1)
+                tl.store(found + 2, 1)
         tl.store(advantages + at, gains, mask=inside)

@@ -32,16 +32,13 @@ from torch import Tensor
 
 import shmbus
 from shmbus.base.arguments import check_choice
-from shmbus.batch.gather import FieldNames
-from shmbus.batch.gather_plan import mapping_of
+from shmbus.batch.kernel_table import mapping_of
 from shmbus.tensors.copy_table import import_kernels
-from trainer_adapter.advantages import Kind
-from trainer_adapter.batches.batch import Batch, Layout, pad_batch
+from trainer_adapter.batches.batch import Batch, Layout, padded, replaced
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.memory import BatchMemory
-from trainer_adapter.batches.pack import HostPacker
-from trainer_adapter.batches.sample_flags import IsOld, Stale, Truncated
-from trainer_adapter.gpu.gather import Pending, SeveralRowsError, begin_gather
+from trainer_adapter.batches.pack import BatchPlan, HostPacker
+from trainer_adapter.gpu.gather import Pending, begin_gather
 from trainer_adapter.gpu.memory import PinnedMemory, RegisteredRing, Staging
 
 __all__ = ["GpuPacker", "OneThread", "Pending", "Transport", "begin_gather"]
@@ -53,21 +50,16 @@ TRANSPORTS: Final = ("gather", "pinned", "copy")
 
 
 class GpuPacker:
-    """Packs leased groups into batches on one CUDA device."""
+    """Packs leased groups into batches on one CUDA device, with the options of `HostPacker`."""
 
     def __init__(
         self,
         device: torch.device | str,
         *,
         transport: Transport | Literal["auto"] = "auto",
-        advantages: Kind = "grpo",
         layout: Layout = "packed",
-        fields: FieldNames | None = None,
-        truncated: Truncated = "keep",
-        stale: Stale = "drop",
-        is_old: IsOld | None = None,
         extra_fields: GivenExtraFields | ExtraFields | None = None,
-        pack_threads: int = 1,
+        **packing: Any,
     ) -> None:
         hint = "'auto' takes the fastest that works"
         check_choice("transport", transport, ("auto", *TRANSPORTS), hint)
@@ -77,24 +69,16 @@ class GpuPacker:
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._forced = transport != "auto"
-        self._options: dict[str, Any] = {
-            "advantages": advantages,
-            "fields": fields,
-            "truncated": truncated,
-            "stale": stale,
-            "is_old": is_old,
-            "extra_fields": ExtraFields.of(extra_fields),
-        }
+        wanted = ExtraFields.of(extra_fields)
         # Shared prefixes are found on the host; padding happens on the device.
         first: Layout = "prefix" if layout == "prefix" else "packed"
-        self._host = HostPacker(**self._options, layout=first, pack_threads=pack_threads)
+        self._host = HostPacker(layout=first, extra_fields=wanted, **packing)
         self._layout: Layout = layout
         self._memory: BatchMemory = BatchMemory()
         self._pinned: PinnedMemory | None = None
         self._ring: RegisteredRing | None = None
         if transport == "auto":
-            wanted = self._options["extra_fields"]
-            on_host = layout == "prefix" or (wanted is not None and bool(wanted.supports))
+            on_host = layout == "prefix" or bool(wanted.supports)
             transport = "pinned" if on_host else "gather"
         if transport == "gather":
             import_kernels("trainer_adapter.gpu.kernel")
@@ -114,11 +98,13 @@ class GpuPacker:
             return self._begin(groups)
 
     def _begin(self, groups: list[shmbus.Group]) -> Pending:
+        if not groups:
+            raise ValueError("pack: expected at least one group, got none")
+        plan = self._host.plan(groups)
         if self.transport == "gather":
-            try:
-                pending = self._gather(groups)
-            except SeveralRowsError:
-                return self._copied(groups, "copy", self._memory)
+            if plan.rows is not None:
+                return self._copied(plan, "copy", self._memory)
+            pending = self._gather(plan)
             if pending is not None:
                 return pending
         if self.transport == "pinned" and self._pinned is None:
@@ -129,17 +115,14 @@ class GpuPacker:
                 self._pinned = None
                 self._fall_back("copy", f"no pinned memory: {error}")
         memory = self._pinned if self.transport == "pinned" else self._memory
-        return self._copied(groups, self.transport, memory)
+        return self._copied(plan, self.transport, memory)
 
-    def _copied(
-        self, groups: list[shmbus.Group], transport: Transport, memory: BatchMemory | None
-    ) -> Pending:
-        packed = self._host.pack(groups, memory)
+    def _copied(self, plan: BatchPlan, transport: Transport, memory: BatchMemory | None) -> Pending:
+        packed = self._host.copy(plan, memory)
         with _on(self._stream):
-            batch = packed.to(self.device, non_blocking=True)
-            batch.transport = transport
+            batch = replaced(packed.to(self.device, non_blocking=True), transport=transport)
             if self._layout == "padded":
-                pad_batch(batch)
+                batch = padded(batch)
             # Keep the host's batch until its copies end.
             return Pending(batch, self._stream, keep=packed)
 
@@ -162,15 +145,13 @@ class GpuPacker:
         if ring is not None:
             ring.close()
 
-    def _gather(self, groups: list[shmbus.Group]) -> Pending | None:
+    def _gather(self, plan: BatchPlan) -> Pending | None:
         """Run the kernel; None if it cannot run here, from now on."""
-        if not groups:
-            raise ValueError("pack: expected at least one group, got none")
         if self._ring is None and importlib.util.find_spec("triton") is None:
             self._fall_back("pinned", "Triton is not installed")
             return None
         with _on(self._stream):
-            address, nbytes, owner = mapping_of(groups[0].trajectories[0])
+            address, nbytes, owner = mapping_of(plan.samples.trajectories[0])
             if self._ring is None or self._ring.owner is not owner:
                 ring, self._ring = self._ring, None
                 if ring is not None:
@@ -181,13 +162,12 @@ class GpuPacker:
                     self._fall_back("pinned", f"the ring cannot be registered: {error}")
                     return None
             return begin_gather(
-                groups,
+                plan,
                 self.device,
                 stream=self._stream,
                 device_shift=self._ring.device_shift,
                 staging=self._staging,
                 layout=self._layout,
-                **self._options,
             )
 
     def _fall_back(self, transport: Transport, reason: str) -> None:

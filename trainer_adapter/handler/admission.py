@@ -25,12 +25,10 @@ import numpy as np
 
 import shmbus
 from shmbus.base.arguments import check_count
-from shmbus.batch.field_presence import MixedLogprobsError
-from shmbus.batch.gather import FieldNames, measure
+from shmbus.batch.gather import FieldNames, MixedLogprobsError
 from shmbus.batch.token_versions import is_stale
 from trainer_adapter._arguments import ConsumerOptions, check_lengths, score_error
 from trainer_adapter.batches.batch import Batch
-from trainer_adapter.batches.columns import column_names
 from trainer_adapter.batches.extra_fields import ExtraFields
 from trainer_adapter.batches.sample_flags import Stale, Truncated, is_truncated
 from trainer_adapter.handler.planner import BatchPlanner
@@ -82,7 +80,7 @@ class Admission:
         truncated: Truncated,
         max_policy_lag: int | None,
         stale_share: float,
-        extra_fields: ExtraFields | None = None,
+        extra_fields: ExtraFields,
         keep_group: Callable[[ScoredGroup], object] | None = None,
     ) -> None:
         if stale_share and fields.loss_mask != "loss_mask":
@@ -100,7 +98,7 @@ class Admission:
         self._max_policy_lag, self._stale_share = max_policy_lag, stale_share
         self._extra_fields = extra_fields
         self._keep_group = keep_group
-        self._unread = UnreadFields(fields, [] if extra_fields is None else extra_fields.sources)
+        self._unread = UnreadFields(fields, extra_fields.sources)
         self._with_logprobs = False
         self.trained: set[bytes] = set()
         self.truncated_groups = 0
@@ -167,6 +165,8 @@ class Admission:
 
     def return_stale(self) -> None:
         """Give stale waiting groups to the Consumer, which drops and counts them."""
+        if self._max_policy_lag is None:
+            return
         stale = self.stale(self._planner.groups)
         if stale:
             self._planner.unsettled = True
@@ -192,7 +192,7 @@ class Admission:
     def _measure(self, groups: list[shmbus.Group]) -> list[tuple[shmbus.Group, int]]:
         """Pair each group with its token count; raise for a malformed group."""
         try:
-            measured = measure(groups, self._fields)
+            measured, _ = self._extra_fields.measure(groups, self._fields)
         except MixedLogprobsError:
             self._with_logprobs = True
             raise
@@ -200,13 +200,11 @@ class Admission:
             raise self._lacks_logprobs(groups[0])
         self._with_logprobs = measured.has_logprobs
         self._unread.note(measured)
-        trajectories, lengths = measured.trajectories, measured.lengths
         if not measured.scores_fit:
-            raise score_error(trajectories)
-        if self._extra_fields is not None:
-            self._extra_fields.measure(trajectories, lengths, column_names(groups))
-        if self._tokens_per_batch is not None and max(lengths) > self._tokens_per_batch:
-            check_lengths(trajectories, lengths, self._tokens_per_batch)
+            raise score_error(measured.trajectories)
+        lengths = measured.samples[3].tolist()
+        if self._tokens_per_batch is not None and measured.longest > self._tokens_per_batch:
+            check_lengths(measured.trajectories, lengths, self._tokens_per_batch)
         left = iter(lengths)
         if self._keep_group is None:
             return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]

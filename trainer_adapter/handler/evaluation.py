@@ -11,7 +11,7 @@ import numpy as np
 
 import shmbus
 from shmbus.base.arguments import check_int, check_timeout
-from shmbus.batch.field_names import FieldNames
+from shmbus.batch.gather import FieldNames
 from trainer_adapter.handler.group_calls import GroupScoring
 
 __all__ = ["MOST_AT_ONCE", "Evaluation"]

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.batch.equal_scores import are_equal
+from shmbus.batch.scores import are_equal
 from trainer_adapter.batches.columns import check_columns
 from trainer_adapter.batches.extra_fields import ExtraFields
 
@@ -399,7 +399,7 @@ class GroupAnnotation:
         annotate_group: AnnotateGroup | Sequence[AnnotateGroup],
         drop: Drop | None,
         tokens: str,
-        extra_fields: ExtraFields | None,
+        extra_fields: ExtraFields,
         call_timeout_s: float | None,
     ) -> None:
         given: Any = annotate_group

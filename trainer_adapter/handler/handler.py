@@ -27,7 +27,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbus
 from shmbus.base.arguments import check_timeout
-from shmbus.batch.field_presence import MixedLogprobsError
+from shmbus.batch.gather import FieldNames, MixedLogprobsError
 from shmbus.handles.open_requests import RestoredRequests
 from shmbus.inspect.stall_report import wait_sentence
 from trainer_adapter._arguments import (
@@ -46,7 +46,7 @@ from trainer_adapter.batches.batch import Batch, Layout
 from trainer_adapter.batches.extra_fields import ExtraFields, GivenExtraFields
 from trainer_adapter.batches.finite import SampleError, group_of_sample
 from trainer_adapter.batches.memory import BatchMemory
-from trainer_adapter.batches.pack import FieldNames, HostPacker
+from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.batches.sample_flags import Stale, Truncated
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.handler.admission import Admission, SampleAge

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.batch.equal_scores import are_equal
+from shmbus.batch.scores import are_equal
 from trainer_adapter.batches.batch import Batch, BatchFacts
 from trainer_adapter.batches.sample_flags import count_truncated
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
@@ -160,7 +160,7 @@ class BatchMeter:
         rows[1] = np.repeat(versions, [one.samples.shape[1] for one in facts]) - table[1]
         rewards, lag = Moments.of_rows(rows)
         lengths = table[3]
-        if any([one.row_lengths is not None for one in facts]):
+        if any([one.rows is not None for one in facts]):
             lengths = np.concatenate([one.lengths for one in facts])
         (length,) = Moments.of_rows(lengths[None].astype(np.float64))
         self._rewards = self._rewards.joined(rewards)

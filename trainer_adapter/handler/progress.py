@@ -70,9 +70,11 @@ class Progress:
         """Count a batch before its yield; write a line if the period is over."""
         self.waited_s += waited_s
         now_s = time.monotonic()
-        tokens = _tokens(batch)
+        assert batch.facts is not None, "a handler's batch has them"
+        tokens = batch.facts.tokens
         self._recent.append((now_s, tokens))
-        self._last = _Last(batch.step, batch.groups, batch.sequences, tokens, waited_s, consumer)
+        sequences = len(batch.instance_ids)
+        self._last = _Last(batch.step, batch.groups, sequences, tokens, waited_s, consumer)
         if self._stream is None or now_s < self._next_s:
             return
         terminal = self._stream.isatty()
@@ -130,11 +132,6 @@ def describe_wait(
         planner.step_requirement(ledger.leased + ledger.ready),
     ]
     return "; ".join(part for part in parts if part)
-
-
-def _tokens(batch: Batch) -> int:
-    """Return the tokens of a packed batch, without waiting for its device."""
-    return batch.total_tokens
 
 
 #: Reasons of drops and their remedies, by the ledger's reasons.

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Final
 
 import shmbus
-from shmbus.batch.gather import FieldNames, Measured
+from shmbus.batch.gather import FieldNames, PackPlan
 
 __all__ = ["UnreadFields"]
 
@@ -55,7 +55,7 @@ class UnreadFields:
         self._known: set[tuple[str, ...]] = set()
         self._told: set[str] = set()
 
-    def note(self, measured: Measured) -> None:
+    def note(self, measured: PackPlan) -> None:
         """Warn of the fields of just measured groups."""
         for names in measured.field_names:
             if names not in self._known:

@@ -114,10 +114,6 @@ _ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "cuIpcGetMemHandle": (_POINTER, _ADDRESS),
     "cuIpcOpenMemHandle_v2": (_POINTER, IpcMemoryHandle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),
-    "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, _SIZE, _POINTER),
-    "cuEventRecord": (_POINTER, _POINTER),
-    "cuEventQuery": (_POINTER,),
-    "cuLaunchKernel": (_POINTER, *(ctypes.c_uint,) * 7, _POINTER, _POINTER, _POINTER),
     "cuGetErrorName": (ctypes.c_int, _POINTER),
 }
 

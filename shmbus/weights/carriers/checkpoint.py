@@ -33,7 +33,7 @@ from shmbus.base.arguments import check_int, check_text, is_text
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.own_file import require_own_folder
-from shmbus.weights.carriers.base import (
+from shmbus.weights.carriers.interface import (
     DEFAULT_SLOTS,
     CarriedVersion,
     ReaderOptions,
@@ -41,7 +41,7 @@ from shmbus.weights.carriers.base import (
 )
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.source import LocalPiece, dtype_name
+from shmbus.weights.weight_source import LocalPiece, dtype_name
 
 FILE: Final = "model.safetensors"
 _LINK: Final = "latest"

@@ -17,11 +17,12 @@ import torch
 from shmbus import BusNotFoundError, BusRemovedError
 from shmbus.errors import DamagedError, WaitTimeoutError, WeightsError
 from shmbus.pool import PoolReader, VersionLease
+from shmbus.pool.pool_status import LOADING_CODE
 from shmbus.pool.server_rows import server_of_label
-from shmbus.pool.status import LOADING_CODE
 from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.views import payload_tensor, tensor_at, unowned
-from shmbus.weights.carriers.base import (
+from shmbus.weights.carriers.exported import ExportedReaders
+from shmbus.weights.carriers.interface import (
     KIND,
     SAMPLED_BLOCKS,
     CarriedVersion,
@@ -31,11 +32,10 @@ from shmbus.weights.carriers.base import (
     VersionMeta,
     no_digests,
 )
-from shmbus.weights.carriers.exported import ExportedReaders
 from shmbus.weights.errors import MANIFEST_CODE, TORN_CODE, UNUSABLE
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patches import VersionChanges
+from shmbus.weights.patch_policy import VersionChanges
 
 #: Seconds between two attempts to open a missing pool.
 _RETRY_S: Final = 0.05

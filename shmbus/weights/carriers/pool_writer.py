@@ -10,14 +10,14 @@ from typing import Final, NamedTuple
 
 import torch
 
-from shmbus.pool import PoolPublisher, PoolSpec, VersionWrite, has_patch, put_piece
+from shmbus.pool import PoolPublisher, PoolSpec, VersionWrite, put_piece
 from shmbus.tensors.copy_plan import CopyPlan, settle_devices
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.tensor_cache import are_same
 from shmbus.tensors.views import copy_tensor, payload_tensor, tensor_at, unowned
-from shmbus.weights.carriers.base import KIND, VersionMeta, WriteMemory, WriterOptions
-from shmbus.weights.patches import (
+from shmbus.weights.carriers.interface import KIND, VersionMeta, WriteMemory, WriterOptions
+from shmbus.weights.patch_policy import (
     ComparedPieces,
     PatchPolicy,
     PlacedBytes,
@@ -26,7 +26,8 @@ from shmbus.weights.patches import (
     patch_share,
     placed_bytes,
 )
-from shmbus.weights.source import LocalPiece, target_of_piece
+from shmbus.weights.weight_source import LocalPiece, target_of_piece
+from shmbus_ext import _core
 
 #: Spare room: a manifest may gain a few names before the pool must be recreated.
 _META_SPARE: Final = 1.25
@@ -154,7 +155,7 @@ class _PoolSink:
         #: Copies from and to devices, each with a flag for a whole tensor.
         self._pending: list[tuple[Pair, bool]] = []
         self._pending_bytes = 0
-        self._compared = has_patch(write)
+        self._compared = _core.pool_patch_is_made(write.buffer)
         self._tried = self._compared
         self._changes = 0
         self._settled = False
@@ -252,7 +253,7 @@ class _PoolSink:
             self.settle()
         self._payload = None
         self._writer.memory.finish(self._write)
-        made = has_patch(self._write)
+        made = _core.pool_patch_is_made(self._write.buffer)
         self.changed = self._changes if made else None
         if self._writer.policy is not None:
             self._writer.policy.ended(begun=self._tried, made=made)

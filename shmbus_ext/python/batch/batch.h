@@ -41,8 +41,7 @@ struct extra {
     /* Position of the field in the last schema seen. */
     const SchemaObject *schema;
     int at;
-    /* Destination; NULL during measurement. */
-    uint8_t *out;
+    uint8_t *out; /* destination of a copy */
 };
 
 /* One trajectory's rows of one field; no data if the trajectory lacks an optional field. */
@@ -57,13 +56,15 @@ struct extras {
     struct extra *fields;
     struct extra_source *sources;
     Py_ssize_t count;
-    PyObject *keep; /* schemas of the borrowed dtypes */
+    PyObject *keep; /* specs, and schemas of the borrowed dtypes */
 };
 
-/* specs: tuples (name, kind, optional, dtype or None, row sizes, ...); then py_extras_clear. */
+/* specs: tuples (name, kind, optional, dtype or None, row sizes); then py_extras_clear. */
 bool py_extras_read(struct extras *self, PyObject *specs, Py_ssize_t trajectories);
-/* Read uint8 [bytes], the last element of every spec, once the sizes are known. */
-bool py_extras_read_destination(struct extras *self, PyObject *specs);
+/* outs: uint8 [bytes] for each field. */
+bool py_extras_read_destination(struct extras *self, PyObject *outs);
+/* A list of (dtype or None, row sizes, rows per trajectory with -1 for a missing field). */
+PyObject *py_extras_describe(const struct extras *self, Py_ssize_t trajectories);
 /* Find the fields of trajectory i, which must be readable and hold `tokens` tokens. */
 bool py_extras_find(struct extras *self, Py_ssize_t i, TrajectoryObject *t, uint64_t tokens);
 void py_extras_clear(struct extras *self);
@@ -72,7 +73,7 @@ void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint
 
 /* ---- Field addresses of trajectories: found and checked here only, for every reader.
  *
- * Invariant: pointers filled in by py_find_sources stay in the segment while the trajectories are
+ * Invariant: pointers filled in by py_find_source stay in the segment while the trajectories are
  * leased. */
 enum { FIELD_TOKENS, FIELD_MASK, FIELD_LOGPROBS, FIELD_ADVANTAGES, FIELDS };
 
@@ -89,8 +90,8 @@ struct source {
 bool py_field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
                     PyObject *got);
 
-/* True if int32 borders can index the tokens; false with an exception. */
-bool py_batch_fits(uint64_t tokens);
+/* Bytes of an element, by its kind. */
+extern const uint8_t py_element_bytes[];
 
 /* Facts cached from the previous trajectory; all zeros at first. */
 struct lookup {
@@ -98,20 +99,19 @@ struct lookup {
     const HolderObject *holder;
     uint16_t shape_at[FIELDS]; /* NO_FIELD if absent from the schema */
     uint8_t kinds[FIELDS];
-    bool to_check; /* payload of these kinds needs a check */
-    uint32_t signature; /* kinds of the present fields, tokens first; 0xff for an absent field */
+    bool to_check; /* tokens of this kind may exceed the batch's int64 */
     /* Over the trajectories so far; a bit per field. */
     uint8_t has, lacks;
     bool rows; /* set once a sample has row lengths, hence several sequences */
-    PyObject *field_names; /* NULL, or a list to fill with the names of every schema, borrowed */
+    PyObject *field_names; /* a list to fill with the names of every schema, borrowed */
 };
 #define NO_FIELD UINT16_MAX
 
-/* The slow paths of py_find_source: a new holder or schema, a non-trajectory, a payload to check, a
+/* The slow paths of py_find_source: a new holder or schema, a non-trajectory, tokens to check, a
  * field longer or shorter than the tokens. On failure false with an exception naming the
  * mismatch. */
 bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names);
-bool py_check_payload(const struct source *source, PyObject *const *names);
+bool py_check_tokens(const struct source *source, PyObject *name);
 bool py_length_error(const struct source *source, uint64_t length, PyObject *name);
 
 /* Find the fields of one trajectory; false with an exception. Facts about a trajectory hold for the
@@ -139,13 +139,50 @@ static inline bool py_find_source(struct lookup *lookup, PyObject *item, PyObjec
             source->data[f] = bytes + shape[0];
         }
     }
-    return !lookup->to_check || py_check_payload(source, names);
+    return !lookup->to_check || py_check_tokens(source, names[FIELD_TOKENS]);
 }
 
-/* Fill one source per trajectory of the list; the lookup must be new. */
-bool py_find_sources(struct lookup *lookup, PyObject *items, PyObject *const *names,
-                     struct source *sources);
 void py_prefetch_trajectory(const PyObject *item);
+
+/* ---- PackPlan: the samples of a batch, measured once for every copy.
+ *
+ * Invariants:
+ * - Every length, dtype and bound is checked before a plan exists; values are checked while copied.
+ * - A plan keeps its trajectories, whose space a copy by the host holds. */
+/* Rows of the sample table. */
+enum { SAMPLE_SCORE, SAMPLE_VERSION, SAMPLE_NEWEST, SAMPLE_TOKENS, SAMPLE_FACTS };
+/* Bits of a sample's flags: no token trained; advantages of 0. */
+enum { SAMPLE_MASKED = 1, SAMPLE_ZEROED = 2 };
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *trajectories; /* a list, never handed out: `sources` borrow its items */
+    PyObject *sizes;        /* int64 [G] */
+    PyObject *samples;      /* int64 [SAMPLE_FACTS, S]; a score as the bits of a double */
+    PyObject *ids, *field_names;
+    struct source *sources;
+    struct record_ref *refs;
+    struct extras extras;
+    Py_ssize_t count;
+    uint64_t total, longest, bytes;
+    uint8_t has, lacks; /* a bit per field present in, or missing from a trajectory */
+    bool has_logprobs, rows, metas, scores_fit;
+} PackPlanObject;
+extern PyTypeObject PackPlanType;
+
+static inline const int64_t *py_plan_facts(const PackPlanObject *self, int row) {
+    return (const int64_t *)PyArray_DATA((PyArrayObject *)self->samples) + row * self->count;
+}
+/* True for a plan that can be copied; false with an exception once the space of a trajectory may
+ * belong to a newer record, or for more tokens than int32 borders index. */
+bool py_plan_check(const PackPlanObject *self);
+/* Read `advantages` float32 [S] and `flags` uint8 [S] or None. */
+bool py_plan_read_samples(const PackPlanObject *self, PyObject *advantages, PyObject *flags,
+                          const float **gains, const uint8_t **flags_at);
+/* Methods for a kernel's copy, documented at their definitions. */
+PyObject *py_plan_table_bytes(PackPlanObject *self, PyObject *chunk_tokens);
+PyObject *py_plan_table(PackPlanObject *self, PyObject *args);
+PyObject *py_plan_copy_table(PackPlanObject *self, PyObject *args);
 
 /* ---- Copying sequences into the columns of a batch, in pieces shared by several threads.
  *
@@ -158,19 +195,20 @@ struct copy_job {
     const struct source *sources;
     const struct extras *extras;
     const float *gains; /* per sequence, for samples without advantages of their own */
+    const uint8_t *flags; /* per sequence; NULL for zeros */
     const int32_t *borders;
     struct piece *pieces;
     uint32_t count;
     int64_t *tokens, *positions;
     uint8_t *mask;
     float *logprobs, *advantages;
-    _Atomic bool not_finite;
+    _Atomic bool wrong;
 };
 
 /* Cut `sequences` sequences of `total` tokens into pieces; false with an exception. */
 bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total);
-/* Copy every piece without the interpreter lock. Return true if logprobs and advantages are
- * finite. */
+/* Copy every piece without the interpreter lock. Return true if masks hold 0 and 1, logprobs and
+ * advantages are finite, and logprobs at most 0. */
 bool py_copy_job_run(struct copy_job *job, struct threads *helpers);
 void py_copy_job_clear(struct copy_job *job);
 
@@ -185,22 +223,15 @@ bool py_gather_threads_check(PyObject *object);
 bool py_gather_threads_begin(PyObject *object, struct threads **threads);
 void py_gather_threads_finish(PyObject *object);
 
-/* ---- Search for words in the encoded meta of trajectories. */
-/* True for a tuple of bytes; otherwise false with an exception. */
-bool py_check_words(PyObject *words);
-/* True if the encoded meta of a readable trajectory contains a word. */
-bool py_meta_mentions(const TrajectoryObject *t, PyObject *words);
-/* False with an exception. */
-bool py_append_number(PyObject *list, Py_ssize_t number);
-
 /* Registered by module.c. */
+extern PyMethodDef py_advantages_functions[];
+extern const struct named_value py_advantages_constants[];
+bool py_advantages_add_objects(PyObject *module);
 extern PyMethodDef py_arrays_functions[];
-extern PyMethodDef py_extra_fields_functions[];
 extern const struct named_value py_extra_fields_constants[];
-extern const struct named_value py_gather_plan_constants[];
-extern PyMethodDef py_gather_plan_functions[];
-bool py_gather_plan_add_objects(PyObject *module);
+extern const struct named_value py_kernel_table_constants[];
+bool py_kernel_table_add_objects(PyObject *module);
+bool py_plan_add_objects(PyObject *module);
 bool py_gather_threads_add_constants(PyObject *module);
-extern PyMethodDef py_pack_functions[];
 
 #endif

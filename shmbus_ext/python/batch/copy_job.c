@@ -11,22 +11,17 @@
  * prefetcher stops at a page boundary, and a sequence spans several pages per field. */
 #define BLOCK_TOKENS 256
 
-static const uint8_t element_bytes[] = {
-    [ELEMENT_BOOL] = 1, [ELEMENT_I8] = 1,  [ELEMENT_U8] = 1,  [ELEMENT_I16] = 2,
-    [ELEMENT_U16] = 2,  [ELEMENT_I32] = 4, [ELEMENT_U32] = 4, [ELEMENT_I64] = 8,
-    [ELEMENT_U64] = 8,  [ELEMENT_F32] = 4, [ELEMENT_F64] = 8};
-
 static const uint8_t *field_at(const struct source *source, int field, uint64_t from) {
     return source->data[field] == NULL
                ? NULL
-               : source->data[field] + from * element_bytes[source->kinds[field]];
+               : source->data[field] + from * py_element_bytes[source->kinds[field]];
 }
 
 /* Prefetch a block's fields, which are no nearer than the ring's memory. */
 static void look_ahead(const struct source *source, uint64_t from, uint64_t n) {
     for (int f = 0; f < FIELDS; f++) {
         const uint8_t *data = field_at(source, f, from);
-        const uint64_t bytes = data == NULL ? 0 : n * element_bytes[source->kinds[f]];
+        const uint64_t bytes = data == NULL ? 0 : n * py_element_bytes[source->kinds[f]];
         for (uint64_t at = 0; at < bytes; at += SHMBUS_RECORD_ALIGN) {
             __builtin_prefetch(data + at);
         }
@@ -37,11 +32,30 @@ static uint64_t block_of(uint64_t left) {
     return left < BLOCK_TOKENS ? left : BLOCK_TOKENS;
 }
 
+static uint8_t flags_of(const struct copy_job *to, uint32_t sequence) {
+    return to->flags == NULL ? 0 : to->flags[sequence];
+}
+
+/* Copy a block's mask; true if every value is 0 or 1. */
+static bool copy_mask(const struct copy_job *to, uint32_t sequence, uint64_t from, uint64_t at,
+                      uint64_t n) {
+    const struct source *source = &to->sources[sequence];
+    const uint8_t *mask = field_at(source, FIELD_MASK, from);
+    const bool masked = flags_of(to, sequence) & SAMPLE_MASKED;
+    if (mask == NULL || masked) {
+        memset(to->mask + at, masked ? 0 : 1, n);
+    } else {
+        gather_bool(to->mask + at, mask, source->kinds[FIELD_MASK], n);
+    }
+    return mask == NULL || !gather_any_no_flag(mask, source->kinds[FIELD_MASK], n);
+}
+
 /* Copy a block's logprobs; true if finite and, up to rounding, not positive. */
-static bool copy_logprobs(const struct copy_job *to, const struct source *source, uint64_t from,
-                          uint64_t at, uint64_t n) {
+static bool copy_logprobs(const struct copy_job *to, uint32_t sequence, uint64_t from, uint64_t at,
+                          uint64_t n) {
+    const struct source *source = &to->sources[sequence];
     const uint8_t *logprobs = field_at(source, FIELD_LOGPROBS, from);
-    if (logprobs == NULL) {
+    if (logprobs == NULL || (flags_of(to, sequence) & SAMPLE_MASKED)) {
         memset(to->logprobs + at, 0, n * sizeof(float));
         return true;
     }
@@ -57,6 +71,10 @@ static bool copy_advantages(const struct copy_job *to, uint32_t sequence, uint64
                             uint64_t at, uint64_t n) {
     const struct source *source = &to->sources[sequence];
     const uint8_t *own = field_at(source, FIELD_ADVANTAGES, from);
+    if (flags_of(to, sequence) & SAMPLE_ZEROED) {
+        gather_fill_f32(to->advantages + at, 0, n);
+        return true;
+    }
     if (own == NULL) {
         gather_fill_f32(to->advantages + at, to->gains[sequence], n);
         return !gather_any_not_finite(&to->gains[sequence], 1);
@@ -68,11 +86,11 @@ static bool copy_advantages(const struct copy_job *to, uint32_t sequence, uint64
 static bool is_plain(const struct source *source) {
     const uint8_t *kinds = source->kinds;
     return kinds[FIELD_TOKENS] == ELEMENT_I32 && source->data[FIELD_MASK] != NULL &&
-           element_bytes[kinds[FIELD_MASK]] == 1 && source->data[FIELD_LOGPROBS] != NULL &&
+           py_element_bytes[kinds[FIELD_MASK]] == 1 && source->data[FIELD_LOGPROBS] != NULL &&
            kinds[FIELD_LOGPROBS] == ELEMENT_F32 && source->data[FIELD_ADVANTAGES] == NULL;
 }
 
-/* Copy a whole block; true if its logprobs and advantages pass the same checks. */
+/* Copy a whole block; true if its values pass the same checks. */
 static bool copy_plain_block(const struct copy_job *to, uint32_t sequence, uint64_t from,
                              uint64_t at, uint64_t n) {
     const struct source *source = &to->sources[sequence];
@@ -94,27 +112,22 @@ static bool copy_plain_block(const struct copy_job *to, uint32_t sequence, uint6
 static bool copy_block(const struct copy_job *to, uint32_t sequence, uint64_t from, uint64_t n) {
     const struct source *source = &to->sources[sequence];
     const uint64_t at = (uint64_t)to->borders[sequence] + from;
-    if (is_plain(source)) {
+    if (flags_of(to, sequence) == 0 && is_plain(source)) {
         return copy_plain_block(to, sequence, from, at, n);
     }
-    const uint8_t *mask = field_at(source, FIELD_MASK, from);
     gather_i64(to->tokens + at, field_at(source, FIELD_TOKENS, from), source->kinds[FIELD_TOKENS],
                n);
     gather_positions(to->positions + at, (int64_t)from, n);
-    if (mask == NULL) {
-        memset(to->mask + at, 1, n);
-    } else {
-        gather_bool(to->mask + at, mask, source->kinds[FIELD_MASK], n);
-    }
-    bool finite = copy_logprobs(to, source, from, at, n);
-    return copy_advantages(to, sequence, from, at, n) && finite;
+    bool clean = copy_mask(to, sequence, from, at, n);
+    clean = copy_logprobs(to, sequence, from, at, n) && clean;
+    return copy_advantages(to, sequence, from, at, n) && clean;
 }
 
 static void copy_piece(void *job, uint32_t number) {
     struct copy_job *to = job;
     const struct piece *piece = &to->pieces[number];
     const uint64_t end = (uint64_t)piece->from + piece->tokens;
-    bool finite = true;
+    bool clean = true;
     for (uint64_t from = piece->from, n; from < end; from += n) {
         n = block_of(end - from);
         if (from + n < end) {
@@ -122,10 +135,10 @@ static void copy_piece(void *job, uint32_t number) {
         } else if (number + 1 < to->count) {
             look_ahead(&to->sources[piece[1].sequence], piece[1].from, block_of(piece[1].tokens));
         }
-        finite = copy_block(to, piece->sequence, from, n) && finite;
+        clean = copy_block(to, piece->sequence, from, n) && clean;
     }
-    if (!finite) {
-        atomic_store_explicit(&to->not_finite, true, memory_order_relaxed);
+    if (!clean) {
+        atomic_store_explicit(&to->wrong, true, memory_order_relaxed);
     }
     py_extras_copy(to->extras, piece->sequence, piece->from, piece->tokens);
 }
@@ -152,7 +165,7 @@ bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total)
 
 bool py_copy_job_run(struct copy_job *job, struct threads *helpers) {
     threads_run(helpers, job->count, copy_piece, job);
-    return !RELAXED(job->not_finite);
+    return !RELAXED(job->wrong);
 }
 
 void py_copy_job_clear(struct copy_job *job) {

@@ -34,10 +34,10 @@ static void count_row_bytes(struct extra *extra) {
 }
 
 static bool read_spec(struct extra *extra, PyObject *spec) {
-    PyObject *dtype = NULL, *sizes = NULL, *out;
+    PyObject *dtype = NULL, *sizes = NULL;
     int kind = 0, optional = 0;
-    if (!PyArg_ParseTuple(spec, "OipOO!|O", &extra->name, &kind, &optional, &dtype, &PyTuple_Type,
-                          &sizes, &out)) {
+    if (!PyArg_ParseTuple(spec, "OipOO!", &extra->name, &kind, &optional, &dtype, &PyTuple_Type,
+                          &sizes)) {
         return false;
     }
     if (kind < 0 || kind >= EXTRA_KINDS || (dtype != Py_None && !PyArray_DescrCheck(dtype))) {
@@ -75,7 +75,7 @@ bool py_extras_read(struct extras *self, PyObject *specs, Py_ssize_t trajectorie
             return false;
         }
     }
-    return true;
+    return PyList_Append(self->keep, specs) == 0;
 }
 
 void py_extras_clear(struct extras *self) {
@@ -86,21 +86,19 @@ void py_extras_clear(struct extras *self) {
     self->sources = NULL;
 }
 
-static bool read_output(struct extra *extra, PyObject *spec) {
-    if (PyTuple_GET_SIZE(spec) != 6) {
-        return py_refuse(PyExc_TypeError, "extras: expected where each field goes");
+bool py_extras_read_destination(struct extras *self, PyObject *outs) {
+    if (PyTuple_GET_SIZE(outs) != self->count) {
+        return py_refuse(PyExc_TypeError, "outs: expected an array for each of %zd extra fields",
+                         self->count);
     }
-    if (extra->row_bytes > 0 && extra->rows > (uint64_t)INT64_MAX / extra->row_bytes) {
-        return py_refuse(PyExc_ValueError, "field %R: its rows are more than memory can hold",
-                         extra->name);
-    }
-    return py_check_array(PyTuple_GET_ITEM(spec, 5), "extra", NPY_UINT8,
-                          extra->rows * extra->row_bytes, true, &extra->out);
-}
-
-bool py_extras_read_destination(struct extras *self, PyObject *specs) {
     for (Py_ssize_t e = 0; e < self->count; e++) {
-        if (!read_output(&self->fields[e], PyTuple_GET_ITEM(specs, e))) {
+        struct extra *extra = &self->fields[e];
+        if (extra->row_bytes > 0 && extra->rows > (uint64_t)INT64_MAX / extra->row_bytes) {
+            return py_refuse(PyExc_ValueError, "field %R: its rows are more than memory can hold",
+                             extra->name);
+        }
+        if (!py_check_array(PyTuple_GET_ITEM(outs, e), "extra", NPY_UINT8,
+                            extra->rows * extra->row_bytes, true, &extra->out)) {
             return false;
         }
     }
@@ -243,32 +241,8 @@ void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint
     }
 }
 
-/* ---- Functions ---- */
+/* ---- For PackPlan ---- */
 
-/* Find every field of every trajectory; `lengths` lists the tokens per trajectory. */
-static bool find_all(struct extras *self, PyObject *items, PyObject *lengths) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
-        PyObject *item = PyList_GET_ITEM(items, i);
-        if (!Py_IS_TYPE(item, &TrajectoryType) || PyList_GET_SIZE(lengths) <= i) {
-            return py_refuse(PyExc_TypeError, "expected trajectories, each with its tokens");
-        }
-        const uint64_t tokens = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(lengths, i));
-        if (PyErr_Occurred() != NULL) {
-            return false;
-        }
-        /* Python code makes a dtype at its first use and may drop references. */
-        TrajectoryObject *t = (TrajectoryObject *)Py_NewRef(item);
-        const bool found = py_trajectory_readable(t) && py_extras_find(self, i, t, tokens) &&
-                           py_trajectory_readable(t);
-        Py_DECREF(t);
-        if (!found) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* (dtype or None, row sizes, rows per trajectory with -1 for a missing field). */
 static PyObject *describe_extra(const struct extras *self, Py_ssize_t e, npy_intp trajectories) {
     const struct extra *extra = &self->fields[e];
     PyObject *rows = PyArray_SimpleNew(1, &trajectories, NPY_INT64);
@@ -288,22 +262,11 @@ static PyObject *describe_extra(const struct extras *self, Py_ssize_t e, npy_int
     return result;
 }
 
-/* measure_extras(trajectories, lengths, specs) -> [(dtype, row sizes, rows)]; checks like pack. */
-static PyObject *py_measure_extras(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *items, *lengths, *specs, *result = NULL;
-    if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &items, &PyList_Type, &lengths,
-                          &PyTuple_Type, &specs)) {
-        return NULL;
+PyObject *py_extras_describe(const struct extras *self, Py_ssize_t trajectories) {
+    PyObject *result = PyList_New(self->count);
+    for (Py_ssize_t e = 0; result != NULL && e < self->count; e++) {
+        py_list_set(&result, e, describe_extra(self, e, trajectories));
     }
-    const Py_ssize_t count = PyList_GET_SIZE(items);
-    struct extras extras = {.count = 0};
-    if (py_extras_read(&extras, specs, count) && find_all(&extras, items, lengths)) {
-        result = PyList_New(extras.count);
-    }
-    for (Py_ssize_t e = 0; result != NULL && e < extras.count; e++) {
-        py_list_set(&result, e, describe_extra(&extras, e, count));
-    }
-    py_extras_clear(&extras);
     return result;
 }
 
@@ -341,7 +304,7 @@ static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras,
     const uint64_t first = plan->done;
     if (width == 0 || extra->row_bytes % width != 0 || place % width != 0) {
         return PyErr_Format(PyExc_ValueError,
-                            "plan_extras: expected a width that divides each row");
+                            "copy_table: expected a width that divides each row");
     }
     for (Py_ssize_t i = 0; i < count; i++) {
         const struct extra_source *source = &extras->sources[i * extras->count + e];
@@ -351,46 +314,36 @@ static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras,
     return Py_BuildValue("KK", U64(first), U64(plan->done - first));
 }
 
-/* plan_extras(trajectories, lengths, specs, places, memory int64 [n], shift, chunk_bytes) ->
- * (chunks, [(first chunk, chunks) per field]): a kernel's copy of every field to its place; places:
- * (first byte, bytes per word). */
-static PyObject *py_plan_extras(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *items, *lengths, *specs, *places, *memory, *launches = NULL;
+/* copy_table(places, memory int64 [n], shift, chunk_bytes) -> (chunks, [(first chunk, chunks) per
+ * field]): a kernel's copy of every extra field to its place; places: (first byte, bytes per
+ * word). */
+PyObject *py_plan_copy_table(PackPlanObject *self, PyObject *args) {
+    PyObject *places, *memory, *launches;
     long long shift;
     unsigned long long chunk_bytes;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!OLK", &PyList_Type, &items, &PyList_Type, &lengths,
-                          &PyTuple_Type, &specs, &PyTuple_Type, &places, &memory, &shift,
-                          &chunk_bytes)) {
+    if (!PyArg_ParseTuple(args, "O!OLK", &PyTuple_Type, &places, &memory, &shift, &chunk_bytes)) {
         return NULL;
     }
-    const Py_ssize_t count = PyList_GET_SIZE(items);
     struct copy_plan plan = {.shift = shift, .chunk_bytes = chunk_bytes};
     const uint64_t words = py_array_elements(memory);
-    struct extras extras = {.count = 0};
-    if (chunk_bytes == 0 || PyTuple_GET_SIZE(places) != PyTuple_GET_SIZE(specs)) {
-        return PyErr_Format(PyExc_ValueError, "plan_extras: expected a place of each field");
+    if (chunk_bytes == 0 || PyTuple_GET_SIZE(places) != self->extras.count) {
+        return PyErr_Format(PyExc_ValueError, "copy_table: expected a place of each field");
     }
-    if (py_check_array(memory, "memory", NPY_INT64, words, true, &plan.chunks) &&
-        py_extras_read(&extras, specs, count) && find_all(&extras, items, lengths)) {
-        plan.room = words / COPY_WORDS;
-        launches = PyList_New(extras.count);
+    if (!py_plan_check(self) ||
+        !py_check_array(memory, "memory", NPY_INT64, words, true, &plan.chunks)) {
+        return NULL;
     }
-    for (Py_ssize_t e = 0; launches != NULL && e < extras.count; e++) {
+    plan.room = words / COPY_WORDS;
+    launches = PyList_New(self->extras.count);
+    for (Py_ssize_t e = 0; launches != NULL && e < self->extras.count; e++) {
         unsigned long long place, width;
         py_list_set(&launches, e,
                     PyArg_ParseTuple(PyTuple_GET_ITEM(places, e), "KK", &place, &width)
-                        ? plan_field(&plan, &extras, e, count, place, width)
+                        ? plan_field(&plan, &self->extras, e, self->count, place, width)
                         : NULL);
     }
-    py_extras_clear(&extras);
     return launches == NULL ? NULL : Py_BuildValue("KN", U64(plan.done), launches);
 }
-
-PyMethodDef py_extra_fields_functions[] = {
-    {"measure_extras", py_measure_extras, METH_VARARGS, NULL},
-    {"plan_extras", py_plan_extras, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
 
 const struct named_value py_extra_fields_constants[] = {
     {"EXTRA_TOKEN", EXTRA_TOKEN},

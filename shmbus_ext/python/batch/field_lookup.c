@@ -15,58 +15,17 @@ bool py_field_error(const TrajectoryObject *t, PyObject *name, const char *expec
     return false;
 }
 
-/* A batch's tokens are int64. */
-static bool check_range(const struct source *source, PyObject *name) {
+const uint8_t py_element_bytes[] = {
+    [ELEMENT_BOOL] = 1, [ELEMENT_I8] = 1,  [ELEMENT_U8] = 1,  [ELEMENT_I16] = 2,
+    [ELEMENT_U16] = 2,  [ELEMENT_I32] = 4, [ELEMENT_U32] = 4, [ELEMENT_I64] = 8,
+    [ELEMENT_U64] = 8,  [ELEMENT_F32] = 4, [ELEMENT_F64] = 8};
+
+bool py_check_tokens(const struct source *source, PyObject *name) {
     const uint64_t *ids = (const uint64_t *)source->data[FIELD_TOKENS];
     uint64_t at = gather_find_beyond_i64(ids, source->length);
     return at == source->length ||
            py_field_error(source->trajectory, name, "ids below 2**63",
                           PyUnicode_FromFormat("%llu at token %llu", U64(ids[at]), U64(at)));
-}
-
-static PyObject *element_at(const void *values, enum element_kind kind, uint64_t at) {
-    switch (kind) {
-    case ELEMENT_I8:
-        return PyLong_FromLong(((const int8_t *)values)[at]);
-    case ELEMENT_I16:
-        return PyLong_FromLong(((const int16_t *)values)[at]);
-    case ELEMENT_U16:
-        return PyLong_FromLong(((const uint16_t *)values)[at]);
-    case ELEMENT_I32:
-        return PyLong_FromLong(((const int32_t *)values)[at]);
-    case ELEMENT_U32:
-        return PyLong_FromUnsignedLong(((const uint32_t *)values)[at]);
-    case ELEMENT_I64:
-        return PyLong_FromLongLong(((const int64_t *)values)[at]);
-    case ELEMENT_U64:
-        return PyLong_FromUnsignedLongLong(((const uint64_t *)values)[at]);
-    case ELEMENT_F32:
-        return PyFloat_FromDouble((double)((const float *)values)[at]);
-    case ELEMENT_F64:
-        return PyFloat_FromDouble(((const double *)values)[at]);
-    default:
-        return PyLong_FromLong(((const uint8_t *)values)[at]);
-    }
-}
-
-/* A mask value other than 0 and 1, or a nan, would count as a token to train on. */
-static bool check_mask(const struct source *source, PyObject *name) {
-    const void *mask = source->data[FIELD_MASK];
-    enum element_kind kind = source->kinds[FIELD_MASK];
-    uint64_t n = source->length, at = gather_find_no_flag(mask, kind, n);
-    if (at == n) {
-        return true;
-    }
-    PyObject *value = element_at(mask, kind, at);
-    PyObject *got = value == NULL ? NULL : PyUnicode_FromFormat("%S at token %llu", value, U64(at));
-    Py_XDECREF(value);
-    return py_field_error(source->trajectory, name, "0 or 1 for each token", got);
-}
-
-bool py_check_payload(const struct source *source, PyObject *const *names) {
-    return (source->kinds[FIELD_TOKENS] != ELEMENT_U64 ||
-            check_range(source, names[FIELD_TOKENS])) &&
-           (source->data[FIELD_MASK] == NULL || check_mask(source, names[FIELD_MASK]));
 }
 
 static bool has_row_lengths(const SchemaObject *schema) {
@@ -82,12 +41,10 @@ static bool has_row_lengths(const SchemaObject *schema) {
 /* Find the names in a schema and check its dtypes for packing. */
 static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const *names) {
     lookup->schema = NULL;
-    lookup->signature = 0;
     lookup->rows = lookup->rows || has_row_lengths(t->schema);
     for (int f = 0; f < FIELDS; f++) {
         int at = names[f] == Py_None ? -1 : py_schema_find(t->schema, names[f]);
         lookup->shape_at[f] = NO_FIELD;
-        lookup->signature = lookup->signature << 8 | 0xff;
         *(at < 0 ? &lookup->lacks : &lookup->has) |= (uint8_t)(1u << f);
         if (at < 0) {
             if (f == FIELD_TOKENS) {
@@ -117,13 +74,9 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
                                PyLong_FromLong(t->schema->ndim[at]));
         }
         lookup->shape_at[f] = t->schema->shape_at[at];
-        lookup->signature ^= 0xffu ^ kind;
     }
-    bool masked = lookup->shape_at[FIELD_MASK] != NO_FIELD;
-    lookup->to_check = lookup->kinds[FIELD_TOKENS] == ELEMENT_U64 ||
-                       (masked && lookup->kinds[FIELD_MASK] != ELEMENT_BOOL);
-    if (lookup->field_names != NULL &&
-        PyList_Append(lookup->field_names, t->schema->names) < 0) {
+    lookup->to_check = lookup->kinds[FIELD_TOKENS] == ELEMENT_U64;
+    if (PyList_Append(lookup->field_names, t->schema->names) < 0) {
         return false;
     }
     lookup->schema = t->schema;
@@ -155,37 +108,10 @@ bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *name
     return good;
 }
 
-/* Thousands of trajectories exceed the near caches, and every trajectory is read only briefly. */
-#define AHEAD 6
-
 void py_prefetch_trajectory(const PyObject *item) {
     for (size_t at = 0; at < offsetof(TrajectoryObject, pin); at += SHMBUS_RECORD_ALIGN) {
         __builtin_prefetch((const char *)item + at);
     }
-}
-
-bool py_find_sources(struct lookup *lookup, PyObject *items, PyObject *const *names,
-                     struct source *sources) {
-    Py_ssize_t count = PyList_GET_SIZE(items);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (i + AHEAD < count) {
-            py_prefetch_trajectory(PyList_GET_ITEM(items, i + AHEAD));
-        }
-        if (!py_find_source(lookup, PyList_GET_ITEM(items, i), names, &sources[i])) {
-            return false;
-        }
-    }
-    return true;
-}
-
-bool py_batch_fits(uint64_t tokens) {
-    if (tokens > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError,
-                     "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
-                     "tokens_per_batch",
-                     U64(tokens));
-    }
-    return tokens <= INT32_MAX;
 }
 
 /* mapping_of(trajectory) -> (address, bytes, owning segment) of the trajectory's mapping. */
@@ -204,7 +130,7 @@ static PyObject *py_mapping_of(PyObject *Py_UNUSED(module), PyObject *item) {
  *
  * Invariant: only readable trajectories are searched; nothing copied or held. */
 
-bool py_meta_mentions(const TrajectoryObject *t, PyObject *words) {
+static bool mentions(const TrajectoryObject *t, PyObject *words) {
     const uint8_t *meta = NULL;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(words); i++) {
         PyObject *word = PyTuple_GET_ITEM(words, i);
@@ -220,14 +146,7 @@ bool py_meta_mentions(const TrajectoryObject *t, PyObject *words) {
     return false;
 }
 
-bool py_append_number(PyObject *list, Py_ssize_t number) {
-    PyObject *item = PyLong_FromSsize_t(number);
-    bool appended = item != NULL && PyList_Append(list, item) == 0;
-    Py_XDECREF(item);
-    return appended;
-}
-
-bool py_check_words(PyObject *words) {
+static bool check_words(PyObject *words) {
     bool good = PyTuple_Check(words);
     for (Py_ssize_t i = 0; good && i < PyTuple_GET_SIZE(words); i++) {
         good = PyBytes_Check(PyTuple_GET_ITEM(words, i));
@@ -240,15 +159,15 @@ bool py_check_words(PyObject *words) {
 
 static bool append_if_mentioned(PyObject *found, Py_ssize_t position, PyObject *item,
                                 PyObject *words) {
-    return !py_meta_mentions((const TrajectoryObject *)item, words) ||
-           py_append_number(found, position);
+    return !mentions((const TrajectoryObject *)item, words) ||
+           py_append(found, PyLong_FromSsize_t(position));
 }
 
 /* mentioning(trajectories, words) -> positions of the trajectories whose encoded meta contains a
  * word. */
 static PyObject *py_mentioning(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *items, *words;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &items, &words) || !py_check_words(words)) {
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &items, &words) || !check_words(words)) {
         return NULL;
     }
     PyObject *found = PyList_New(0);
@@ -290,27 +209,33 @@ bool py_check_array(PyObject *object, const char *name, int type, uint64_t lengt
     return true;
 }
 
-/* find_not_finite(array float32 [n]) -> position of the first nan or infinity, or -1. */
-static PyObject *py_find_not_finite(PyObject *Py_UNUSED(module), PyObject *object) {
-    PyArrayObject *array = (PyArrayObject *)object;
-    if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_FLOAT32 ||
-        PyArray_NDIM(array) != 1 || !PyArray_IS_C_CONTIGUOUS(array)) {
-        return PyErr_Format(
-            PyExc_TypeError,
-            "find_not_finite: expected a contiguous float32 array of one dimension");
+/* ---- Checks before a copy of a plan. */
+bool py_plan_check(const PackPlanObject *self) {
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        if (!py_trajectory_readable(self->sources[i].trajectory)) {
+            return false;
+        }
     }
-    npy_intp n = PyArray_SIZE(array);
-    const float *values = PyArray_DATA(array);
-    uint64_t at;
-    Py_BEGIN_ALLOW_THREADS
-    at = gather_find_not_finite(values, (uint64_t)n);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromSsize_t(at < (uint64_t)n ? (npy_intp)at : -1);
+    if (self->total > INT32_MAX) {
+        return py_refuse(PyExc_ValueError,
+                         "a batch of %llu tokens is more than int32 cu_seqlens can index; lower "
+                         "tokens_per_batch",
+                         U64(self->total));
+    }
+    return true;
+}
+
+bool py_plan_read_samples(const PackPlanObject *self, PyObject *advantages, PyObject *flags,
+                          const float **gains, const uint8_t **flags_at) {
+    const uint64_t count = (uint64_t)self->count;
+    *flags_at = NULL;
+    return py_check_array(advantages, "advantages", NPY_FLOAT32, count, false, gains) &&
+           (flags == Py_None ||
+            py_check_array(flags, "flags", NPY_UINT8, count, false, flags_at));
 }
 
 PyMethodDef py_arrays_functions[] = {
     {"mapping_of", py_mapping_of, METH_O, NULL},
     {"mentioning", py_mentioning, METH_VARARGS, NULL},
-    {"find_not_finite", py_find_not_finite, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,10 +1,12 @@
-/* Batches: the trajectories of many groups gathered into one block of memory.
- *
- * Invariant: every length, dtype and bound is checked before the first byte is copied. The copy
- * holds the trajectories' space, whatever another thread acknowledges. */
+/* PackPlan: the samples of a batch, measured in one pass, and their copy into memory of the host. */
 #include "python/batch/batch.h"
 
+#include <math.h>
+
 #include "python/group/group.h"
+
+/* Limit of a score: the difference of two scores stays finite in float32. */
+#define MAX_SCORE 1e38
 
 /* ---- Destination of a batch ---- */
 
@@ -23,43 +25,9 @@ static uint64_t plan_columns(struct column *columns, uint64_t total, uint64_t se
     for (int i = 0; i < COLUMNS; i++) {
         columns[i] = plan[i];
         columns[i].at = at;
-        at += (plan[i].size * plan[i].length + SHMBUS_RECORD_ALIGN - 1) / SHMBUS_RECORD_ALIGN *
-              SHMBUS_RECORD_ALIGN;
+        at = shmbus_align_up(at + plan[i].size * plan[i].length, SHMBUS_RECORD_ALIGN);
     }
     return at;
-}
-
-/* packed_bytes(total, sequences) -> int: bytes that pack needs for `total` tokens. */
-static PyObject *py_packed_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
-    struct column columns[COLUMNS];
-    unsigned int total, sequences;
-    if (!PyArg_ParseTuple(args, "II", &total, &sequences)) {
-        return NULL;
-    }
-    return PyLong_FromUnsignedLongLong(plan_columns(columns, total, sequences));
-}
-
-/* The memory, or the first block of a list with enough room and no other reference: borrowed. NULL
- * without an exception if the list lacks such a block. */
-static PyObject *choose_memory(PyObject *memory, uint64_t bytes) {
-    if (!PyList_Check(memory)) {
-        uint8_t *data;
-        uint64_t room = py_array_elements(memory);
-        if (room < bytes) {
-            return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
-                                U64(bytes), memory);
-        }
-        return py_check_array(memory, "memory", NPY_UINT8, room, true, &data) ? memory : NULL;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(memory); i++) {
-        PyObject *block = PyList_GET_ITEM(memory, i);
-        uint8_t *data;
-        uint64_t room = py_array_elements(block);
-        if (Py_REFCNT(block) == 1 && room >= bytes) {
-            return py_check_array(block, "memory", NPY_UINT8, room, true, &data) ? block : NULL;
-        }
-    }
-    return NULL;
 }
 
 /* Put an array per column into the first places of the tuple; the arrays keep the memory alive. */
@@ -80,39 +48,25 @@ static bool lay_out(PyObject *arrays, PyObject *memory, const struct column *col
     return true;
 }
 
-/* ---- Contents of a batch ---- */
+/* ---- Measuring ---- */
 
-struct batch {
-    PyObject *items, *sizes; /* trajectories of every group, and their number per group */
-    PyObject *samples, *ids;
-    struct source *sources;
-    struct record_ref *refs;
-    const float *gains; /* the caller's */
-    struct extras extras;
-    Py_ssize_t count;
-    uint64_t total, longest;
-    uint8_t has;  /* a bit per field present in a sample */
-    bool mixed;   /* only a part of a group or of the batch has a field required of every sample */
-    bool rows, metas;
-    struct column columns[COLUMNS];
-};
+/* Thousands of trajectories exceed the near caches, and every trajectory is read only briefly. */
+#define AHEAD 6
 
-/* Rows of the sample table. */
-enum { SAMPLE_SCORE, SAMPLE_VERSION, SAMPLE_NEWEST, SAMPLE_TOKENS, SAMPLE_FACTS };
-
-static bool begin_batch(struct batch *self, PyObject *groups, PyObject *specs) {
-    self->items = py_group_members(groups, &self->sizes);
-    if (self->items == NULL) {
+static bool begin_plan(PackPlanObject *self, PyObject *groups, PyObject *specs) {
+    self->trajectories = py_group_members(groups, &self->sizes);
+    if (self->trajectories == NULL) {
         return false;
     }
-    self->count = PyList_GET_SIZE(self->items);
+    self->count = PyList_GET_SIZE(self->trajectories);
     npy_intp shape[2] = {SAMPLE_FACTS, self->count};
     size_t room = (size_t)self->count + 1;
     self->samples = PyArray_SimpleNew(2, shape, NPY_INT64);
     self->ids = PyList_New(self->count);
+    self->field_names = PyList_New(0);
     self->sources = PyMem_Malloc(room * sizeof *self->sources);
     self->refs = PyMem_Malloc(room * sizeof *self->refs);
-    if (self->samples == NULL || self->ids == NULL) {
+    if (self->samples == NULL || self->ids == NULL || self->field_names == NULL) {
         return false;
     }
     if (self->sources == NULL || self->refs == NULL) {
@@ -122,75 +76,73 @@ static bool begin_batch(struct batch *self, PyObject *groups, PyObject *specs) {
     return py_extras_read(&self->extras, specs, self->count);
 }
 
-static void end_batch(struct batch *self) {
+static void describe(PackPlanObject *self, Py_ssize_t i) {
+    const TrajectoryObject *t = self->sources[i].trajectory;
+    int64_t *facts = (int64_t *)PyArray_DATA((PyArrayObject *)self->samples) + i;
+    const uint64_t length = self->sources[i].length;
+    memcpy(&facts[SAMPLE_SCORE * self->count], &t->score, sizeof t->score);
+    facts[SAMPLE_VERSION * self->count] = t->policy_version;
+    facts[SAMPLE_NEWEST * self->count] = t->policy_version + (int64_t)t->version_span;
+    facts[SAMPLE_TOKENS * self->count] = (int64_t)length;
+    PyList_SET_ITEM(self->ids, i, Py_NewRef(t->instance_id));
+    self->refs[i] = t->ref;
+    self->total += length;
+    self->longest = length > self->longest ? length : self->longest;
+    self->metas |= t->meta_bytes > 0;
+    self->scores_fit &= fabs(t->score) <= MAX_SCORE; /* false for a nan */
+}
+
+/* Find and describe the sources of every sample; refuse trajectories unfit for packing. */
+static bool measure(PackPlanObject *self, PyObject *const *names) {
+    struct lookup lookup = {.schema = NULL, .field_names = self->field_names};
+    self->scores_fit = true;
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        if (i + AHEAD < self->count) {
+            py_prefetch_trajectory(PyList_GET_ITEM(self->trajectories, i + AHEAD));
+        }
+        struct source *source = &self->sources[i];
+        if (!py_find_source(&lookup, PyList_GET_ITEM(self->trajectories, i), names, source) ||
+            !py_extras_find(&self->extras, i, source->trajectory, source->length)) {
+            return false;
+        }
+        describe(self, i);
+    }
+    self->has = lookup.has;
+    self->lacks = lookup.lacks;
+    self->has_logprobs = lookup.has >> FIELD_LOGPROBS & 1;
+    self->rows = lookup.rows;
+    struct column columns[COLUMNS];
+    self->bytes = plan_columns(columns, self->total, (uint64_t)self->count);
+    return true;
+}
+
+static void py_plan_dealloc(PackPlanObject *self) {
     py_extras_clear(&self->extras);
     PyMem_Free(self->sources);
     PyMem_Free(self->refs);
-    Py_XDECREF(self->items);
+    Py_XDECREF(self->trajectories);
     Py_XDECREF(self->sizes);
     Py_XDECREF(self->samples);
     Py_XDECREF(self->ids);
+    Py_XDECREF(self->field_names);
+    Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static uint8_t fields_of(const struct source *source) {
-    uint8_t has = 0;
-    for (int f = 0; f < FIELDS; f++) {
-        has |= (uint8_t)((source->data[f] != NULL) << f);
+/* PackPlan(groups, names, specs of extra fields) */
+static PyObject *py_plan_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *groups, *names[FIELDS], *specs;
+    if (!PyArg_ParseTuple(args, "O!(OOOO)O!", &PyList_Type, &groups, &names[0], &names[1],
+                          &names[2], &names[3], &PyTuple_Type, &specs)) {
+        return NULL;
     }
-    return has;
+    PackPlanObject *self = (PackPlanObject *)type->tp_alloc(type, 0);
+    if (self != NULL && (!begin_plan(self, groups, specs) || !measure(self, names))) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
 }
 
-static void describe(struct batch *self, Py_ssize_t i) {
-    const TrajectoryObject *t = self->sources[i].trajectory;
-    int64_t *facts = (int64_t *)PyArray_DATA((PyArrayObject *)self->samples) + i;
-    const int64_t values[SAMPLE_FACTS] = {
-        [SAMPLE_VERSION] = t->policy_version,
-        [SAMPLE_NEWEST] = t->policy_version + (int64_t)t->version_span,
-        [SAMPLE_TOKENS] = (int64_t)self->sources[i].length,
-    };
-    for (int row = 0; row < SAMPLE_FACTS; row++) {
-        facts[row * self->count] = values[row];
-    }
-    memcpy(&facts[SAMPLE_SCORE * self->count], &t->score, sizeof t->score);
-    PyList_SET_ITEM(self->ids, i, Py_NewRef(t->instance_id));
-}
-
-/* Find and describe the sources of a batch; refuse trajectories unfit for packing. */
-static bool find_all(struct batch *self, PyObject *const *names) {
-    struct lookup lookup = {.schema = NULL};
-    if (!py_find_sources(&lookup, self->items, names, self->sources)) {
-        return false;
-    }
-    const int64_t *sizes = PyArray_DATA((PyArrayObject *)self->sizes);
-    uint8_t all_have = UINT8_MAX;
-    for (Py_ssize_t i = 0, group = 0, end = 0; i < self->count; i++) {
-        const struct source *source = &self->sources[i];
-        uint8_t has = fields_of(source);
-        if (i == end) {
-            while (sizes[group] == 0) {
-                group++;
-            }
-            end += (Py_ssize_t)sizes[group++];
-        } else {
-            self->mixed |= has != fields_of(source - 1);
-        }
-        self->has |= has;
-        all_have &= has;
-        self->refs[i] = source->trajectory->ref;
-        self->total += source->length;
-        self->longest = source->length > self->longest ? source->length : self->longest;
-        self->metas |= source->trajectory->meta_bytes > 0;
-        describe(self, i);
-        if (!py_extras_find(&self->extras, i, source->trajectory, source->length)) {
-            return false;
-        }
-    }
-    self->mixed |= ((self->has & ~all_have) >> FIELD_LOGPROBS & 1) != 0;
-    self->rows = lookup.rows;
-    return py_batch_fits(self->total);
-}
-
-/* ---- Holding the space during the copy ---- */
+/* ---- Holding the space during a copy ---- */
 
 /* First trajectory of the next holder: almost always the end, since batches have one holder. */
 static Py_ssize_t end_of_holder(const struct source *sources, Py_ssize_t from, Py_ssize_t count) {
@@ -225,116 +177,124 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
     return true;
 }
 
-/* ---- Packing ---- */
+/* ---- Copying ---- */
 
-/* Copy everything into the memory; 1 if logprobs and advantages are finite, else 0; -1 on error. */
-static int copy_all(struct batch *self, PyObject *memory, PyObject *threads) {
-    uint8_t *data = PyArray_DATA((PyArrayObject *)memory);
-    const struct column *columns = self->columns;
-    int32_t *borders = (int32_t *)(data + columns[BORDERS].at);
-    struct copy_job job = {
-        .sources = self->sources,
-        .extras = &self->extras,
-        .gains = self->gains,
-        .borders = borders,
-        .tokens = (int64_t *)(data + columns[TOKENS].at),
-        .positions = (int64_t *)(data + columns[POSITIONS].at),
-        .mask = data + columns[MASK].at,
-        .logprobs = (float *)(data + columns[LOGPROBS].at),
-        .advantages = (float *)(data + columns[ADVANTAGES].at),
-    };
-    borders[0] = 0;
-    for (Py_ssize_t i = 0; i < self->count; i++) {
-        borders[i + 1] = borders[i] + (int32_t)self->sources[i].length;
-    }
-    int finite = -1;
+/* Copy everything; 1 if the values pass the checks of py_copy_job_run, else 0; -1 on error. */
+static int copy_all(PackPlanObject *self, struct copy_job *job, PyObject *threads) {
+    int clean = -1;
     struct threads *helpers;
-    if (!py_copy_job_cut(&job, self->count, self->total) ||
+    if (!py_copy_job_cut(job, self->count, self->total) ||
         !py_gather_threads_begin(threads, &helpers)) {
         goto end;
     }
     if (hold_all(self->sources, self->refs, self->count)) {
         Py_BEGIN_ALLOW_THREADS
-        finite = py_copy_job_run(&job, helpers);
+        clean = py_copy_job_run(job, helpers);
         Py_END_ALLOW_THREADS
         let_go_all(self->sources, self->refs, self->count);
     }
     py_gather_threads_finish(threads);
 end:
-    py_copy_job_clear(&job);
-    return finite;
+    py_copy_job_clear(job);
+    return clean;
 }
 
-/* The parts of `shmbus.batch.gather.PackedBatch`, in its order. */
-static PyObject *make_result(struct batch *self, PyObject *memory, bool finite) {
-    enum { SAMPLES = COLUMNS, SIZES, IDS, TRAJECTORIES, TOTAL, LONGEST, HAS_LOGPROBS, HAS_ROWS,
-           HAS_METAS, FINITE, PARTS };
-    PyObject *result = PyTuple_New(PARTS);
-    if (result == NULL) {
+/* gather(memory, advantages, flags, outs, threads) -> (arrays of the columns, True if masks hold 0
+ * and 1, logprobs and advantages are finite, and logprobs at most 0). */
+static PyObject *py_plan_gather(PackPlanObject *self, PyObject *args) {
+    PyObject *memory, *advantages, *flags, *outs, *threads;
+    struct copy_job job = {.sources = self->sources, .extras = &self->extras};
+    uint8_t *data;
+    if (!PyArg_ParseTuple(args, "OOOO!O", &memory, &advantages, &flags, &PyTuple_Type, &outs,
+                          &threads) ||
+        !py_gather_threads_check(threads) || !py_plan_check(self) ||
+        !py_plan_read_samples(self, advantages, flags, &job.gains, &job.flags) ||
+        !py_extras_read_destination(&self->extras, outs)) {
         return NULL;
     }
-    PyTuple_SET_ITEM(result, SAMPLES, Py_NewRef(self->samples));
-    PyTuple_SET_ITEM(result, SIZES, Py_NewRef(self->sizes));
-    PyTuple_SET_ITEM(result, IDS, Py_NewRef(self->ids));
-    PyTuple_SET_ITEM(result, TRAJECTORIES, Py_NewRef(self->items));
-    PyTuple_SET_ITEM(result, TOTAL, PyLong_FromUnsignedLongLong(self->total));
-    PyTuple_SET_ITEM(result, LONGEST, PyLong_FromUnsignedLongLong(self->longest));
-    PyTuple_SET_ITEM(result, HAS_LOGPROBS, PyBool_FromLong(self->has >> FIELD_LOGPROBS & 1));
-    PyTuple_SET_ITEM(result, HAS_ROWS, PyBool_FromLong(self->rows));
-    PyTuple_SET_ITEM(result, HAS_METAS, PyBool_FromLong(self->metas));
-    PyTuple_SET_ITEM(result, FINITE, PyBool_FromLong(finite));
-    if (!lay_out(result, memory, self->columns) || PyErr_Occurred() != NULL) {
+    const uint64_t room = py_array_elements(memory);
+    if (room < self->bytes) {
+        return PyErr_Format(PyExc_ValueError, "memory: expected uint8 [%llu] or more, got %R",
+                            U64(self->bytes), memory);
+    }
+    if (!py_check_array(memory, "memory", NPY_UINT8, room, true, &data)) {
+        return NULL;
+    }
+    struct column columns[COLUMNS];
+    plan_columns(columns, self->total, (uint64_t)self->count);
+    int32_t *borders = (int32_t *)(data + columns[BORDERS].at);
+    job.borders = borders;
+    job.tokens = (int64_t *)(data + columns[TOKENS].at);
+    job.positions = (int64_t *)(data + columns[POSITIONS].at);
+    job.mask = data + columns[MASK].at;
+    job.logprobs = (float *)(data + columns[LOGPROBS].at);
+    job.advantages = (float *)(data + columns[ADVANTAGES].at);
+    borders[0] = 0;
+    for (Py_ssize_t i = 0; i < self->count; i++) {
+        borders[i + 1] = borders[i] + (int32_t)self->sources[i].length;
+    }
+    const int clean = copy_all(self, &job, threads);
+    PyObject *result = clean < 0 ? NULL : PyTuple_New(COLUMNS + 1);
+    if (result != NULL && !lay_out(result, memory, columns)) {
         Py_CLEAR(result);
     }
+    if (result != NULL) {
+        PyTuple_SET_ITEM(result, COLUMNS, PyBool_FromLong(clean));
+    }
     return result;
 }
 
-static PyObject *gather(struct batch *self, PyObject *const *names, PyObject *memory,
-                        PyObject *advantages, PyObject *specs, PyObject *threads) {
-    if (!find_all(self, names) ||
-        !py_check_array(advantages, "advantages", NPY_FLOAT32, (uint64_t)self->count, false,
-                        &self->gains)) {
-        return NULL;
-    }
-    if (self->mixed) {
-        Py_RETURN_NONE;
-    }
-    uint64_t bytes = plan_columns(self->columns, self->total, (uint64_t)self->count);
-    PyObject *block = choose_memory(memory, bytes);
-    if (block == NULL) {
-        return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(bytes);
-    }
-    /* Another thread may take the block out of the list during the copy. */
-    Py_INCREF(block);
-    int finite = py_extras_read_destination(&self->extras, specs)
-                     ? copy_all(self, block, threads)
-                     : -1;
-    PyObject *result = finite < 0 ? NULL : make_result(self, block, finite != 0);
-    Py_DECREF(block);
-    return result;
+/* ---- Type ---- */
+
+static PyObject *py_plan_trajectories(PackPlanObject *self, void *Py_UNUSED(closure)) {
+    return PyList_GetSlice(self->trajectories, 0, self->count);
 }
 
-/* pack(groups, names, memory, advantages, extras, threads) -> PackedBatch's parts; the number of
- * bytes needed if `memory` is a list without a large enough free block; None if samples lack fields
- * of their siblings. */
-static PyObject *py_pack(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *groups, *names[FIELDS], *memory, *advantages, *specs, *threads;
-    if (!PyArg_ParseTuple(args, "O!(OOOO)OOO!O", &PyList_Type, &groups, &names[0], &names[1],
-                          &names[2], &names[3], &memory, &advantages, &PyTuple_Type, &specs,
-                          &threads) ||
-        !py_gather_threads_check(threads)) {
-        return NULL;
-    }
-    struct batch self = {.extras = {.count = 0}};
-    PyObject *result = begin_batch(&self, groups, specs)
-                           ? gather(&self, names, memory, advantages, specs, threads)
-                           : NULL;
-    end_batch(&self);
-    return result;
+static PyObject *py_plan_extras(PackPlanObject *self, void *Py_UNUSED(closure)) {
+    return py_extras_describe(&self->extras, self->count);
 }
 
-PyMethodDef py_pack_functions[] = {
-    {"packed_bytes", py_packed_bytes, METH_VARARGS, NULL},
-    {"pack", py_pack, METH_VARARGS, NULL},
+static PyGetSetDef getters[] = {
+    {"trajectories", (getter)py_plan_trajectories, NULL, NULL, NULL},
+    {"extras", (getter)py_plan_extras, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+#define MEMBER(name, type, field) {name, type, offsetof(PackPlanObject, field), READONLY, NULL}
+static PyMemberDef members[] = {
+    MEMBER("sizes", T_OBJECT_EX, sizes),
+    MEMBER("samples", T_OBJECT_EX, samples),
+    MEMBER("instance_ids", T_OBJECT_EX, ids),
+    MEMBER("field_names", T_OBJECT_EX, field_names),
+    MEMBER("total", T_ULONGLONG, total),
+    MEMBER("longest", T_ULONGLONG, longest),
+    MEMBER("nbytes", T_ULONGLONG, bytes),
+    MEMBER("has", T_UBYTE, has),
+    MEMBER("lacks", T_UBYTE, lacks),
+    MEMBER("has_logprobs", T_BOOL, has_logprobs),
+    MEMBER("has_rows", T_BOOL, rows),
+    MEMBER("has_metas", T_BOOL, metas),
+    MEMBER("scores_fit", T_BOOL, scores_fit),
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyMethodDef methods[] = {
+    METHOD("gather", py_plan_gather, METH_VARARGS, NULL),
+    METHOD("table_bytes", py_plan_table_bytes, METH_O, NULL),
+    METHOD("table", py_plan_table, METH_VARARGS, NULL),
+    METHOD("copy_table", py_plan_copy_table, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
+
+PyTypeObject PackPlanType = {
+    TYPE_BASICS("PackPlan", PackPlanObject, py_plan_dealloc, 0),
+    .tp_getset = getters,
+    .tp_members = members,
+    .tp_methods = methods,
+    .tp_new = py_plan_new,
+};
+
+bool py_plan_add_objects(PyObject *module) {
+    return py_add_object(module, "MAX_SCORE", PyFloat_FromDouble(MAX_SCORE)) &&
+           py_add_object(module, "MAX_LOGPROB", PyFloat_FromDouble((double)MAX_LOGPROB));
+}

@@ -166,7 +166,6 @@ bool py_client_lease_add_objects(PyObject *module);
 extern const struct named_value py_delivery_constants[];
 extern PyMethodDef py_delivery_functions[];
 bool py_delivery_add_objects(PyObject *module);
-extern PyMethodDef py_group_functions[];
 bool py_group_add_objects(PyObject *module);
 extern const struct named_value py_group_table_constants[];
 

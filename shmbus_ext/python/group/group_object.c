@@ -250,24 +250,6 @@ PyObject *py_group_members(PyObject *groups, PyObject **sizes) {
     return all;
 }
 
-/* members(groups) -> (trajectories, sizes int64 [G]): the groups' trajectories in order. */
-static PyObject *py_members(PyObject *Py_UNUSED(module), PyObject *groups) {
-    if (!PyList_Check(groups)) {
-        return PyErr_Format(PyExc_TypeError, "groups: expected a list, got %.100s",
-                            Py_TYPE(groups)->tp_name);
-    }
-    PyObject *sizes = NULL, *all = py_group_members(groups, &sizes);
-    PyObject *result = all == NULL ? NULL : PyTuple_Pack(2, all, sizes);
-    Py_XDECREF(all);
-    Py_XDECREF(sizes);
-    return result;
-}
-
-PyMethodDef py_group_functions[] = {
-    {"members", py_members, METH_O, NULL},
-    {NULL, NULL, 0, NULL},
-};
-
 bool py_group_add_objects(PyObject *Py_UNUSED(module)) {
     const struct word_note words[] = {
         {&word.key, "key"},

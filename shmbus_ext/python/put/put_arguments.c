@@ -26,7 +26,10 @@ bool py_arguments_init(void) {
 }
 
 bool py_arguments_add_constants(PyObject *module) {
-    return PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0 &&
+    PyObject *most = PyFloat_FromDouble(MAX_SCORE);
+    bool added = PyModule_AddObjectRef(module, "MAX_SCORE", most) == 0;
+    Py_XDECREF(most);
+    return added && PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0 &&
            PyModule_AddStringConstant(module, "SHARED_PREFIX", SHMBUS_SHARED_PREFIX) == 0;
 }
 
@@ -233,6 +236,12 @@ bool py_parse_score(PyObject *value, double *score) {
             "not be put, and one that is scored later is put with score=None",
             value);
     }
+    if (fabs(number) > MAX_SCORE) {
+        return py_refuse(PyExc_ValueError,
+                         "score: expected a number within 1e+38, got %S; differences of larger "
+                         "scores overflow the float32 of a batch: scale the reward",
+                         value);
+    }
     *score = number;
     return true;
 }
@@ -242,7 +251,8 @@ bool py_parse_timeout(PyObject *value, double *timeout_s) {
         *timeout_s = -1.0;
         return true;
     }
-    if (!PyNumber_Check(value) || PyComplex_Check(value)) {
+    if (!PyNumber_Check(value) || PyComplex_Check(value) || PyBool_Check(value) ||
+        PyArray_IsScalar(value, Bool)) {
         return py_refuse(PyExc_TypeError, "timeout: expected seconds or None, got %.100s",
                          Py_TYPE(value)->tp_name);
     }

@@ -10,6 +10,9 @@
 #include "ring/record.h"
 #include "ring/writer.h"
 
+/* Limit of a score: the difference of two scores stays finite in float32. */
+#define MAX_SCORE 1e38
+
 /* ---- Schemas: the fields of a record, encoded once by a producer, parsed once by a consumer. */
 /* Cache of encoded schemas of this process's puts, by identity of names and dtypes. */
 struct schema_cache_entry {

@@ -263,59 +263,28 @@ static void reads_statements(unsigned reads) {
 
 /* ---- the whole ---- */
 
-static void sends_three(void) {
-    sends(2);
-}
-static void sends_two(void) {
-    sends(1);
-}
-static void receives_three(void) {
-    receives(3);
-}
-static void receives_one(void) {
-    receives(1);
-}
-static void receives_two(void) {
-    receives(2);
-}
-static void states_two(void) {
-    states(2);
-}
-static void reads_two(void) {
-    reads_statements(2);
-}
+ROLE(sends_three, sends(2))
+ROLE(sends_two, sends(1))
+ROLE(receives_three, receives(3))
+ROLE(receives_one, receives(1))
+ROLE(receives_two, receives(2))
+ROLE(states_two, states(2))
+ROLE(reads_two, reads_statements(2))
 
+/* Name, subject; scripts; slots, mortal processes by bit. */
 const struct scenario scenarios[] = {
-    {.name = "pair",
-     .about = "a sender of three steps and a receiver over two slots",
-     .scripts = {sends_three, receives_three},
-     .slots = 2,
-     .mortal = 3},
-    {.name = "one_slot",
-     .about = "the same over one slot",
-     .scripts = {sends_three, receives_three},
-     .slots = 1,
-     .mortal = 3},
-    {.name = "sender",
-     .about = "a sender takes over from one that ended or died",
-     .scripts = {sends_two, sends_three, receives_three},
-     .slots = 1,
-     .mortal = 7},
-    {.name = "receiver",
-     .about = "a receiver takes over from one that ended or died",
-     .scripts = {sends_three, receives_one, receives_two},
-     .slots = 2,
-     .mortal = 7},
-    {.name = "resume",
-     .about = "a sender resumes after a checkpoint, with steps on their way, while a receiver comes",
-     .scripts = {sends_two, resumes, receives_two},
-     .slots = 2,
-     .mortal = 7},
-    {.name = "statements",
-     .about = "two senders, one after the other, state something twice each while it is read",
-     .scripts = {states_two, states_two, reads_two},
-     .slots = 1,
-     .mortal = 7},
+    {"pair", "a sender of three steps and a receiver over two slots",
+     {sends_three, receives_three}, 2, 3},
+    {"one_slot", "the same over one slot",
+     {sends_three, receives_three}, 1, 3},
+    {"sender", "a sender takes over from one that ended or died",
+     {sends_two, sends_three, receives_three}, 1, 7},
+    {"receiver", "a receiver takes over from one that ended or died",
+     {sends_three, receives_one, receives_two}, 2, 7},
+    {"resume", "a sender resumes after a checkpoint, with steps on their way, while a receiver comes",
+     {sends_two, resumes, receives_two}, 2, 7},
+    {"statements", "two senders, one after the other, state something twice each while it is read",
+     {states_two, states_two, reads_two}, 1, 7},
     {.name = NULL},
 };
 
@@ -353,11 +322,6 @@ bool scripts_is_owed(int process) {
 
 /* Everybody has ended: what is on its way is whole, and a successor gets it, each step once. */
 void scripts_audit(void) {
-    for (unsigned i = 0; i < LOCKS; i++) {
-        if (world.control.exclusive[i] != 0 || world.control.shared[i] != 0) {
-            engine_fail("lock %u is held by nobody alive", i);
-        }
-    }
     struct channel successor = template;
     successor.side = CHANNEL_RECEIVER;
     struct channel_row row;

@@ -73,6 +73,12 @@ struct scenario {
     uint8_t mortal; /* by bit */
 };
 
+/* A process of a scenario that is one call. */
+#define ROLE(name, call)                                                                         \
+    static void name(void) {                                                                     \
+        call;                                                                                    \
+    }
+
 struct bounds {
     unsigned preemptions, deaths, delays;
     uint64_t states;

@@ -190,6 +190,11 @@ static void apply(const struct choice *choice) {
 /* Not part of visit(), whose frames are as many as a run has steps. */
 __attribute__((noinline)) static void audit(void) {
     struct world before = world;
+    for (unsigned i = 0; i < LOCKS; i++) {
+        if (world.control.exclusive[i] != 0 || world.control.shared[i] != 0) {
+            engine_fail("lock %u is held by nobody alive", i);
+        }
+    }
     scripts_audit();
     world = before;
     runs_ended++;

@@ -185,60 +185,28 @@ static void read_versions(unsigned reads) {
 
 /* ---- the whole ---- */
 
-static void publishes_three(void) {
-    publish(3, 1);
-}
-static void publishes_two(void) {
-    publish(2, 1);
-}
-static void publishes_one(void) {
-    publish(1, 1);
-}
-static void leads_one(void) {
-    publish(1, 2);
-}
-static void joins_one(void) {
-    join(1);
-}
-static void leads_two(void) {
-    publish(2, 2);
-}
-static void joins_two(void) {
-    join(2);
-}
-static void reads_one(void) {
-    read_versions(1);
-}
-static void reads_two(void) {
-    read_versions(2);
-}
+ROLE(publishes_three, publish(3, 1))
+ROLE(publishes_two, publish(2, 1))
+ROLE(publishes_one, publish(1, 1))
+ROLE(leads_one, publish(1, 2))
+ROLE(joins_one, join(1))
+ROLE(leads_two, publish(2, 2))
+ROLE(joins_two, join(2))
+ROLE(reads_one, read_versions(1))
+ROLE(reads_two, read_versions(2))
 
+/* Name, subject; scripts; slots, mortal processes by bit. */
 const struct scenario scenarios[] = {
-    {.name = "reader",
-     .about = "a publisher and a reader over two slots",
-     .scripts = {publishes_three, reads_two},
-     .slots = 2,
-     .mortal = 3},
-    {.name = "readers",
-     .about = "a publisher and two readers over two slots",
-     .scripts = {publishes_three, reads_two, reads_one},
-     .slots = 2,
-     .mortal = 7},
-    {.name = "successor",
-     .about = "a publisher takes over from one that ended or died, beside a reader",
-     .scripts = {publishes_two, publishes_two, reads_two},
-     .slots = 2,
-     .mortal = 7},
-    {.name = "ranks",
-     .about = "two ranks write two versions, beside a reader",
-     .scripts = {leads_two, joins_two, reads_one},
-     .slots = 2,
-     .mortal = 7},
-    {.name = "late_rank",
-     .about = "a publisher takes over while a rank of the one before it still writes",
-     .scripts = {leads_one, joins_one, publishes_one},
-     .slots = 1, /* so that both take the same */
-     .mortal = 7},
+    {"reader", "a publisher and a reader over two slots",
+     {publishes_three, reads_two}, 2, 3},
+    {"readers", "a publisher and two readers over two slots",
+     {publishes_three, reads_two, reads_one}, 2, 7},
+    {"successor", "a publisher takes over from one that ended or died, beside a reader",
+     {publishes_two, publishes_two, reads_two}, 2, 7},
+    {"ranks", "two ranks write two versions, beside a reader",
+     {leads_two, joins_two, reads_one}, 2, 7},
+    {"late_rank", "a publisher takes over while a rank of the one before it still writes",
+     {leads_one, joins_one, publishes_one}, 1, 7}, /* so that both take the same */
     {.name = NULL},
 };
 
@@ -292,11 +260,6 @@ bool scripts_is_owed(int process) {
 void scripts_audit(void) {
     uint64_t latest = template.header->latest;
     uint32_t slot = pool_word_slot(latest);
-    for (unsigned i = 0; i < LOCKS; i++) {
-        if (world.control.exclusive[i] != 0 || world.control.shared[i] != 0) {
-            engine_fail("lock %u is held by nobody alive", i);
-        }
-    }
     if (pool_word_sequence(latest) < world.control.ghost.finished) {
         engine_fail("version %llu was published, and the newest is %llu",
                     (unsigned long long)world.control.ghost.finished,

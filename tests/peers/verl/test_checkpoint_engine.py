@@ -192,7 +192,7 @@ def test_two_ranks_write_a_version_together(bus_name: str) -> None:
 
 
 def test_what_a_rollout_reads_is_shown(bus_name: str) -> None:
-    from shmbus.pool.status import read_pool
+    from shmbus.pool.pool_status import read_pool
 
     receiver = make(bus_name)
     update(make(bus_name), [receiver], 10.0, 7)

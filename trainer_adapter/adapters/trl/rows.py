@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
-from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure, packed_bytes
+from shmbus.batch.gather import FieldNames, PackedBatch, gather, measure
 from shmbus.data.sample_rows import SHARED_PREFIX, row_fields, row_lengths
 from trainer_adapter.adapters.prompt_response import not_of_its_kind, shared_name
 from trainer_adapter.adapters.trl.samples import Expected
@@ -73,16 +73,15 @@ def _packed_rows(group: shmbus.Group) -> tuple[PackedBatch | None, list[list[int
             return None, []
         if any(name.startswith(SHARED_PREFIX) for name in names):
             return None, []
-    lengths = [[length] for length in measured.lengths]
+    lengths = [[length] for length in measured.samples[3].tolist()]
     if measured.has_rows:
         for position, t in enumerate(group):
             of_rows = row_lengths(t)
             if of_rows is not None:
                 lengths[position] = of_rows[:, 0].tolist()
-    total, count = sum(measured.lengths), len(lengths)
-    memory = np.empty(packed_bytes(total, count), np.uint8)
-    arrays = gather([group], _NAMES, memory, np.zeros(count, np.float32))
-    return (arrays if isinstance(arrays, PackedBatch) and arrays.finite else None), lengths
+    memory = np.empty(measured.nbytes, np.uint8)
+    arrays = gather(measured, memory, np.zeros(len(lengths), np.float32))
+    return (arrays if arrays.clean else None), lengths
 
 
 def read_sample(t: shmbus.Trajectory, expected: Expected) -> list[RowArrays]:

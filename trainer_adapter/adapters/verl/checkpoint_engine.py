@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from shmbus.weights import ExportedSource, WeightPublisher, Weights, WeightSubscriber
-from shmbus.weights.source import EvenShares
+from shmbus.weights.weight_source import EvenShares
 from trainer_adapter.adapters.optional_imports import Stack
 
 __all__ = ["ShmbusCheckpointEngine"]

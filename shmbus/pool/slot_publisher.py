@@ -31,8 +31,8 @@ from shmbus.base.arguments import (
 from shmbus.base.format import printable, show_wait
 from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
 from shmbus.pool.attaching import attach, identity_of
-from shmbus.pool.lifecycle import PoolSpec, companion_of, pool_path, unlink_pool
-from shmbus.pool.status import describe_holders, status_of_pool
+from shmbus.pool.pool_file import PoolSpec, companion_of, pool_path, unlink_pool
+from shmbus.pool.pool_status import describe_holders, status_of_pool
 from shmbus.segment.names import leads_to
 from shmbus.segment.peer_wait import wait_for
 from shmbus_ext import _core

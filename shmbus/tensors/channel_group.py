@@ -23,8 +23,8 @@ from shmbus.base.arguments import check_count, check_int
 from shmbus.base.closing import ClosedForReason
 from shmbus.channel import ChannelClosedError, StepFailedError, StepOrderError, StepSkippedError
 from shmbus.errors import WaitTimeoutError
-from shmbus.tensors.receiver import StepItem, TensorReceiver
-from shmbus.tensors.sender import TensorSender
+from shmbus.tensors.tensor_receiver import StepItem, TensorReceiver
+from shmbus.tensors.tensor_sender import TensorSender
 
 #: Seconds to wait for one of several channels before polling the rest again.
 TURN_S: Final = 0.005
@@ -129,29 +129,10 @@ class GroupSender(_Side):
         meta: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Send a step to its receiver.
+        """Send a step to its receiver by `TensorSender.send`; `step` counts this rank's steps.
 
-        Parameters
-        ----------
-        tensors, meta, timeout
-            As for `TensorSender.send`.
-        step : int, optional
-            This rank's step number; `next_step` by default. Receivers count their own steps.
-
-        Returns
-        -------
-        int
-            The step of this rank.
-
-        Raises
-        ------
-        PeerGoneError
-            A receiver died, reported once; nothing was sent. `next_step` then names the next step
-            of a living receiver, and returns to the dead receiver's steps once a successor runs.
-        StepOrderError
-            The receiver expects another step.
-        ShmbusError
-            Any other error of `TensorSender.send`.
+        PeerGoneError reports a dead receiver once: nothing was sent, and `next_step` names the next
+        step of a living receiver, until a successor runs.
         """
         return self._deal(step, lambda each: each.send(tensors, meta=meta, timeout=timeout))
 
@@ -206,28 +187,9 @@ class GroupReceiver(_Side):
     def recv(self, timeout: float | None = None) -> StepItem:
         """Wait for a step of the sender in turn, or of another sender with a step.
 
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds.
-
-        Returns
-        -------
-        StepItem
-            A context; leaving it acknowledges, an exception in it does not.
-
-        Raises
-        ------
-        PeerGoneError
-            A sender died, reported once; a repeated call serves the remaining senders. With slices
-            the call waits for the successor.
-        StepSkippedError, StepFailedError
-            A step comes without tensors; with slices, one sender's announcement covers the whole
-            step.
-        ChannelClosedError
-            Every sender ended; with slices, one sender.
-        ShmbusError
-            Any other error of `TensorReceiver.recv`.
+        PeerGoneError reports a dead sender once; a repeated call serves the remaining senders, or
+        with slices waits for the successor. ChannelClosedError: every sender ended; with slices,
+        one sender, whose announcement of a skipped or failed step covers the whole step.
         """
         if self._item is not None:
             self._item.drop()

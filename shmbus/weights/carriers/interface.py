@@ -18,8 +18,8 @@ from shmbus.pool import VersionWrite, WhenHeld
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patches import VersionChanges
-from shmbus.weights.source import LocalPiece
+from shmbus.weights.patch_policy import VersionChanges
+from shmbus.weights.weight_source import LocalPiece
 
 KIND: Final = "weights"
 #: A slot for readers, and a slot for the writer.

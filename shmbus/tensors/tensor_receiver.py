@@ -12,12 +12,18 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from shmbus.base.closing import ClosedForReason
 from shmbus.base.near_names import UnknownNameError
 from shmbus.channel import ChannelError, ChannelReceiver, Message, StepFailedError
 from shmbus.errors import PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import memory_socket
-from shmbus.tensors.agreement import Agreement, Statement, TensorSpec, acked_step_of, parse_specs
+from shmbus.tensors.agreement import (
+    Agreement,
+    Statement,
+    TensorSide,
+    TensorSpec,
+    acked_step_of,
+    parse_specs,
+)
 from shmbus.tensors.device.arena import ArenaView, BufferLostError, BufferName, Memory
 from shmbus.tensors.step_table import Places, check_places, decode_meta, decode_places, head_of
 from shmbus.tensors.views import payload_tensor, tensor_at
@@ -237,8 +243,10 @@ class StepItem(Mapping[str, torch.Tensor]):
             self.drop()
 
 
-class TensorReceiver(ClosedForReason):
+class TensorReceiver(TensorSide):
     """The receiving side of a channel of tensors."""
+
+    _channel: ChannelReceiver
 
     def __init__(
         self,
@@ -263,16 +271,6 @@ class TensorReceiver(ClosedForReason):
         self._item: StepItem | None = None
         # Recent heads with their decoded places and specs; the next step usually reuses a head.
         self._heads: dict[bytes, tuple[Places, dict[str, TensorSpec]]] = {}
-
-    @property
-    def name(self) -> str:
-        """Return the channel's name."""
-        return self._channel.name
-
-    @property
-    def acked_step(self) -> int:
-        """Return the last acknowledged step."""
-        return self._channel.acked_step
 
     def recv(self, timeout: float | None = None, *, step: int | None = None) -> StepItem:
         """Wait for the oldest unacknowledged step.
@@ -336,10 +334,6 @@ class TensorReceiver(ClosedForReason):
             raise
         return StepItem(self._channel, message.step, tensors, meta, finish)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the last acknowledged step, for a checkpoint."""
-        return {"acked_step": self._channel.acked_step}
-
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume after a checkpoint's last acknowledged step.
 
@@ -363,6 +357,3 @@ class TensorReceiver(ClosedForReason):
             self._channel.close(reason)
         finally:
             self._reader.close()
-
-    def __repr__(self) -> str:
-        return f"<TensorReceiver over {self._channel!r}>"

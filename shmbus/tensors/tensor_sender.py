@@ -21,22 +21,22 @@ import torch
 
 from shmbus import CapacityError
 from shmbus.base.arguments import check_bytes, check_int64, is_text
-from shmbus.base.closing import ClosedForReason
 from shmbus.channel import ChannelSender
 from shmbus.errors import ShmbusError
-from shmbus.pool.lifecycle import copy_bytes
+from shmbus.pool.pool_file import copy_bytes
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.agreement import (
     Agreement,
     SpecMismatchError,
     Statement,
+    TensorSide,
     acked_step_of,
     is_there,
     parse_specs,
     specs_of,
     unsendable,
 )
-from shmbus.tensors.config import Carrier, CudaCarrier, HostCarrier
+from shmbus.tensors.carrier_types import Carrier, CudaCarrier, HostCarrier
 from shmbus.tensors.device.arena import Arena, BufferName, Memory, MemoryKind, allocator
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.step_table import StepForm, encode_head, encode_meta
@@ -372,8 +372,10 @@ class ExportedWriter:
 StepWriter: TypeAlias = SlotWriter | ExportedWriter
 
 
-class TensorSender(ClosedForReason):
+class TensorSender(TensorSide):
     """The sending side of a channel of tensors."""
+
+    _channel: ChannelSender
 
     def __init__(
         self,
@@ -399,20 +401,10 @@ class TensorSender(ClosedForReason):
                 raise
 
     @property
-    def name(self) -> str:
-        """Return the channel's name."""
-        return self._channel.name
-
-    @property
     def next_step(self) -> int:
         """Return the next step to send."""
         self._writer.settle()
         return self._channel.next_step
-
-    @property
-    def acked_step(self) -> int:
-        """Return the last step acknowledged by the receiver."""
-        return self._channel.acked_step
 
     def send(
         self,
@@ -545,26 +537,9 @@ class TensorSender(ClosedForReason):
         return self._channel.skip(reason, step=step, timeout=timeout)
 
     def fail(self, *, reason: str, step: int | None = None, timeout: float | None = None) -> int:
-        """Announce a failed step: the receiver gets StepFailedError.
-
-        Parameters
-        ----------
-        reason : str
-            Text, cut to its first 159 bytes.
-        step, timeout
-            As for `send`.
-
-        Returns
-        -------
-        int
-            The step.
-        """
+        """Announce a failed step by StepFailedError, as `TensorSender.skip` does."""
         self._writer.settle()
         return self._channel.fail(reason, step=step, timeout=timeout)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the last acknowledged step, for a checkpoint."""
-        return {"acked_step": self._channel.acked_step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume after a checkpoint's last acknowledged step; `next_step` names the next.
@@ -597,9 +572,6 @@ class TensorSender(ClosedForReason):
             self._writer.close(drain=not reason)
         finally:
             self._channel.close(reason)
-
-    def __repr__(self) -> str:
-        return f"<TensorSender over {self._channel!r}>"
 
     def _check_tensors(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
         for name, tensor in tensors.items():

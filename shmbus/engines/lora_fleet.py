@@ -25,13 +25,13 @@ import msgspec
 
 from shmbus.base.arguments import check_int
 from shmbus.base.closing import ClosedByAsyncWith
+from shmbus.engines.engine_server import as_engine_error, checked_addresses, checked_timeout
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.rows import say_version
-from shmbus.engines.server import as_engine_error, checked_addresses, checked_timeout
 from shmbus.engines.tasks import OneAtATime, close_all
 from shmbus.segment.names import check_name
-from shmbus.weights.lora import ENDING, LoraVersion, past_keeping
+from shmbus.weights.adapters import ENDING, LoraVersion, past_keeping
 
 
 class LoraServer(Protocol):

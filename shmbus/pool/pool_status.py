@@ -13,7 +13,7 @@ import msgspec
 
 from shmbus import errors
 from shmbus.base.format import printable, several, show_size
-from shmbus.pool.lifecycle import open_pool, pool_path
+from shmbus.pool.pool_file import open_pool, pool_path
 from shmbus.segment.cache_salt import life_name
 from shmbus.segment.names import SHM_DIRECTORY, parse_companion
 from shmbus_ext import _core

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shmbus.pool import PatchRun, Piece, VersionLease, VersionPatch, same_bytes
+from shmbus.pool import PatchRun, Piece, VersionLease, VersionPatch
 from shmbus.tensors.views import DTYPE_BYTES, byte_view
 from shmbus.weights.manifest import Manifest, TensorPlace
-from shmbus.weights.source import LocalPiece
+from shmbus.weights.weight_source import LocalPiece
+from shmbus_ext import _core
 
 #: Place of elements in a version, and the elements.
 PlacedBytes: TypeAlias = tuple[Piece, npt.NDArray[np.uint8]]
@@ -111,7 +112,7 @@ class VersionChanges:
         """Compare a tensor's bytes with the published tensor."""
         place = self._places[name]
         published = memoryview(self._lease.buffer)
-        return same_bytes(published[place.offset : place.offset + place.size], memory)
+        return _core.pool_same(published[place.offset : place.offset + place.size], memory)
 
 
 def _runs_by_offset(runs: list[PatchRun], manifest: Manifest) -> dict[int, list[PatchRun]]:

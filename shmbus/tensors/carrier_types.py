@@ -16,10 +16,19 @@ from shmbus.channel.sender import DEFAULT_MAX_BYTES
 from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device.memory import refusals
 
+#: Of a channel's layout.
+MAX_SLOTS: Final = 8
 
-class HostCarrier(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="host"
-):
+
+class _Carrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    slots: int = 2
+    max_bytes: int | str = DEFAULT_MAX_BYTES
+
+    def __post_init__(self) -> None:
+        check_int("slots", self.slots, 1, MAX_SLOTS)
+
+
+class HostCarrier(_Carrier, frozen=True, kw_only=True, tag="host"):
     """CPU tensors in /dev/shm: one copy in, zero-copy views out.
 
     Attributes
@@ -30,38 +39,20 @@ class HostCarrier(
         Limit of a step's bytes: address space, and no memory before its use.
     """
 
-    slots: int = 2
-    max_bytes: int | str = DEFAULT_MAX_BYTES
 
-    def __post_init__(self) -> None:
-        _check_slots(self.slots)
-
-
-class MemfdCarrier(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="memfd"
-):
+class MemfdCarrier(_Carrier, frozen=True, kw_only=True, tag="memfd"):
     """CPU tensors in memory outside of /dev/shm: one copy in, one out.
 
     For a container with a small /dev/shm. Steps in flight are lost with the sender's process.
 
     Attributes
     ----------
-    slots : int
-        Steps in flight, 1 to 8.
-    max_bytes : int | str
-        Limit of a step's bytes.
+    slots, max_bytes : int, int | str
+        As of `HostCarrier`.
     """
 
-    slots: int = 2
-    max_bytes: int | str = DEFAULT_MAX_BYTES
 
-    def __post_init__(self) -> None:
-        _check_slots(self.slots)
-
-
-class CudaCarrier(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cuda"
-):
+class CudaCarrier(_Carrier, frozen=True, kw_only=True, tag="cuda"):
     """CUDA tensors in device memory allocated by shmbus and exported once.
 
     One copy in and one out, or views. Steps in flight are lost with the sender's process.
@@ -71,10 +62,8 @@ class CudaCarrier(
     device : str
         Device of the sender's tensors, for example "cuda:0". The receiver uses the same device, or
         a device with peer access to it.
-    slots : int
-        Steps in flight, 1 to 8.
-    max_bytes : int | str
-        Limit of a step's bytes.
+    slots, max_bytes : int, int | str
+        As of `HostCarrier`.
     kind : "auto" | "vmm" | "ipc"
         Export by file descriptor, or by a handle of 64 bytes; "auto" asks the device's support.
     colocated : bool
@@ -82,13 +71,11 @@ class CudaCarrier(
     """
 
     device: str
-    slots: int = 2
-    max_bytes: int | str = DEFAULT_MAX_BYTES
     kind: Literal["auto", "vmm", "ipc"] = "auto"
     colocated: bool = True
 
     def __post_init__(self) -> None:
-        _check_slots(self.slots)
+        super().__post_init__()
         check_flag("colocated", self.colocated)
         if not self.colocated:
             raise ValueError(
@@ -142,13 +129,6 @@ _TYPES: Final[dict[str, type[HostCarrier] | type[MemfdCarrier] | type[CudaCarrie
     "memfd": MemfdCarrier,
     "cuda": CudaCarrier,
 }
-
-#: Of a channel's layout.
-MAX_SLOTS: Final = 8
-
-
-def _check_slots(slots: int) -> None:
-    check_int("slots", slots, 1, MAX_SLOTS)
 
 
 def choose_carrier(carrier: str | Carrier, **options: Any) -> Carrier:

@@ -28,7 +28,7 @@ from shmbus.errors import WeightsError
 from shmbus.segment.own_file import require_own_folder
 from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path
 from shmbus.weights.errors import ManifestError
-from shmbus.weights.source import ModuleSource
+from shmbus.weights.weight_source import ModuleSource
 
 _TENSORS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
