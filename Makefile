@@ -49,7 +49,7 @@ ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
 side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
-.PHONY: help demo test test-programs test-peers test-peers-all test-adapters test-engines test-once test-relay test-site test-web check docs
+.PHONY: help demo demo-real test test-programs test-peers test-peers-all test-adapters test-engines test-once test-relay test-site test-web check docs
 .PHONY: bench bench-calls
 .PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week storm test-agents ends versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
@@ -61,6 +61,11 @@ help: ## Show this list
 
 demo: $(VENV)/.demo ## Train a small policy over the bus, workers and trainer on this machine
 	@$(BIN)/shmbus demo $(ARGS)
+
+REAL_MODEL ?= build/real-model
+demo-real: build/peers/vllm/.made ## Train SmolLM2-135M over a real vLLM until its reward rises; resumes after a kill
+	@[ -d $(REAL_MODEL) ] || build/peers/vllm/bin/python -m trainer_adapter.demo.smollm2 $(REAL_MODEL)
+	@build/peers/vllm/bin/shmbus demo --engine vllm --model $(REAL_MODEL) --output build/demo-real $(ARGS)
 
 test: $(VENV)/.dev ## Run the test suite, but for examples and the benchmark
 	$(BIN)/pytest $(DISTRIBUTED) $(foreach folder,$(PROGRAMS),--ignore=tests/$(folder)) $(ARGS)

@@ -25,15 +25,19 @@ def add_parser(commands: Commands) -> None:
         epilog="examples:\n"
         "  shmbus demo\n"
         "  shmbus demo --chaos             # kill a random worker every few seconds\n"
-        "  shmbus demo --seed 3 --output /tmp/run3",
+        "  shmbus demo --seed 3 --output /tmp/run3\n"
+        "  shmbus demo --engine vllm --model FOLDER  # resumes after a kill",
     )
     for option, default, help in (
         ("--workers", 4, "rollout processes"),
         ("--group-size", 8, "completions a prompt"),
-        ("--steps", 500, "optimizer steps"),
+        ("--steps", None, "optimizer steps"),
     ):
         parser.add_argument(
-            option, type=_count, default=default, help=f"{help} (default {default})"
+            option,
+            type=_count,
+            default=default,
+            help=help if default is None else f"{help} (default {default})",
         )
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default 0)")
     parser.add_argument(
@@ -42,6 +46,10 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--output", default="shmbus-demo", help="folder for the report (default shmbus-demo)"
     )
+    parser.add_argument(
+        "--engine", choices=["vllm"], help="train a chat model, with a vLLM server for the samples"
+    )
+    parser.add_argument("--model", help="Hugging Face folder of the chat model, for --engine")
     parser.set_defaults(run=run)
 
 
@@ -53,18 +61,26 @@ def _count(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; return 1 with a hint if its extra is not installed."""
-    needed = ("torch", "matplotlib")
+    """Run the demo; return 1 with a hint for missing packages or options."""
+    needed = ["torch", "matplotlib"]
+    install = "pip install 'shmbus[demo]'"
+    if arguments.engine:
+        needed += ["transformers", "openai", "vllm"]
+        install = "pip install 'shmbus[demo,engines]' vllm; on a CPU, `make demo-real` in a clone"
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        print(
-            f"shmbus demo needs {', '.join(missing)}; install the extra: "
-            "pip install 'shmbus[demo]'",
-            file=sys.stderr,
-        )
+        print(f"shmbus demo needs {', '.join(missing)}: {install}", file=sys.stderr)
         return 1
+    if bool(arguments.engine) != bool(arguments.model) or (arguments.engine and arguments.chaos):
+        print("shmbus demo: --engine vllm needs --model FOLDER, without --chaos", file=sys.stderr)
+        return 1
+    options = {name: value for name, value in vars(arguments).items() if value is not None}
+    if arguments.engine:
+        from trainer_adapter.demo import chat
+
+        fields = chat.ChatConfig.__struct_fields__
+        return chat.main(chat.ChatConfig(**{n: options[n] for n in fields if n in options}))
     from trainer_adapter.demo.run import DemoConfig, main
 
-    return main(
-        DemoConfig(**{name: vars(arguments)[name] for name in DemoConfig.__struct_fields__})
-    )
+    fields = DemoConfig.__struct_fields__
+    return main(DemoConfig(**{name: options[name] for name in fields if name in options}))

@@ -85,6 +85,29 @@ def plot_reward(summary: Summary, directory: Path) -> Path:
     return path
 
 
+def plot_chat(training: list[Point], held_out: list[Point], directory: Path) -> Path:
+    """Draw reward over steps into ``reward.png``; return its path."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=110)
+    for points, label, style in (
+        (training, "training batches", {"color": "#9db8d2"}),
+        (held_out, "held-out questions", {"color": "#1f4e79", "marker": "o"}),
+    ):
+        axes.plot([p.step for p in points], [p.reward for p in points], label=label, **style)  # type: ignore[arg-type]
+    axes.set(xlabel="optimizer steps", ylabel="mean reward", ylim=(0, 1.02), xlim=(0, None))
+    axes.grid(alpha=0.25)
+    axes.legend(loc="upper left", frameon=False)
+    figure.tight_layout()
+    path = directory / "reward.png"
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
 def ledger_text(ledger: shmbus.Ledger) -> str:
     """Render the ledger as an account that adds up."""
     rows = [
