@@ -1,14 +1,11 @@
 """Processor time and memory of the HTTP gateway: ``python -m bench.gateway``.
 
-Where atroposlib is installed (``make test-peers`` makes such an environment). A round is one group
-of 1.1 MB, posted as an environment does, with gzip or without, and taken as a trainer does, over
-connections of their own. Both servers run at once and are asked in turn. What counts is the time
-that all threads of a server were on a processor, from the kernel's own nanoseconds: the load of the
-machine changes it little.
+Needs atroposlib (``make test-peers`` makes such an environment). A round posts one group of 1.1 MB
+as an environment does, plain and by gzip, and takes the group as a trainer does, at both servers in
+turn. The figure: processor time of all threads of a server.
 
 ``--clients N`` measures memory instead: N clients post a group each at once, and a trainer takes
-batches of one group. Row: peak of the gateway's own memory, without the pages of the bus. The page
-docs/gateway.md states the bound.
+batches of one group. Row: peak of the gateway's own memory, without the pages of the bus.
 """
 
 from __future__ import annotations

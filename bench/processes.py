@@ -2,8 +2,7 @@
 
 Invariants:
 
-- Every process is a fresh interpreter (spawn), so none inherits threads, locks or warm memory;
-  but where figures mean nothing, they are forked from a template that has imported what they need.
+- Every process is a fresh interpreter (spawn); tests fork processes from a template instead.
 - When `run_together` returns or raises, all processes that it started have ended.
 - Imports nothing beside the standard library, since every process of a measurement does.
 """

@@ -1,11 +1,9 @@
 """GRPO of a real chat model with a real vLLM on one GPU: does the policy learn, and at which rate.
 
-    python -m bench.real_model --model FOLDER --output FILE.json
-    python -m bench.real_model --model FOLDER --arms nearest stochastic --seeds 0 1 2
+    python -m bench.real_model --model FOLDER --arms nearest stochastic --seeds 0 1 2 --output FILE
 
 An arm is a way to publish float32 masters to a 16-bit engine, or a remedy in the loss; the run is
-that of ``shmbus demo --engine vllm``. Invariant: every arm starts from the same checkpoint,
-prompts and sampling settings.
+that of ``shmbus demo --engine vllm``, from the same checkpoint and prompts in each arm.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 ``--lengths 8192,32768,131072`` measures long streams instead, one after the other: processor time
 of the recorder for each token, and the added time of another session's calls meanwhile.
 
-An engine that answers as vLLM does after a fixed time, and many callers at once, who ask it in turn
-directly and through `shmbus proxy`: at once, and as a stream, of which the first token counts. Each
-side is a process of its own. What a caller waits beside the engine's time is its own client's and
-the recorder's; the difference of the two ways is the recorder's. ``--sessions`` has so many
-sessions open at once, each with calls of its own.
+An engine answers as vLLM does after a fixed time; many callers ask the engine in turn directly and
+through `shmbus proxy`, whole and streamed (the first token counts). The difference of both ways is
+the recorder's. ``--sessions`` opens so many sessions at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How the cost of a unit grows with the size of a run: ``python -m bench.scale``.
 
 A row measures a unit of work, such as a taken group, at growing sizes of the run. The value of the
-row: exponent k of cost = c * size^k, fitted over all sizes: 0 for a constant cost, 1 for a cost in
-proportion to the size. A cost counts processor time, the least of several tries, each size in a
-fresh process. So other work on the machine hardly changes the costs.
+row: exponent k of cost = c * size^k, fitted over all sizes. A cost is processor time, the least of
+several tries, each size in a fresh process.
 """
 
 from __future__ import annotations

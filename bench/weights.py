@@ -1,13 +1,10 @@
 """What publishing and loading weights costs: ``python -m bench.weights``, against memcpy.
 
-With ``--device cuda:0`` the rows are those of `bench.weights_cuda`. A model of a transformer's
-tensors, in memory that was touched before. Each row takes turns with memcpy of the same bytes, by
-one thread of the same process. Safetensors and torch.save write the same tensors into a new file on
-tmpfs, torch.multiprocessing into a shared tensor each, Ray puts and gets them as arrays. Each
-publisher is closed whatever ends it: left by an exception, its weights would stay for readers.
-
-For patches a share of all elements changes before each round. *Made* is the whole publication,
-*applied* is load_into of a subscriber that has the version before, with the lease.
+With ``--device cuda:0`` the rows are those of `bench.weights_cuda`. Each row takes turns with
+memcpy of the same bytes, by one thread of the same process. Safetensors and torch.save write the
+same tensors into a new file on tmpfs, torch.multiprocessing into a shared tensor each, Ray puts and
+gets arrays. For patches a share of all elements changes before each round: *made* is the whole
+publication, *applied* is load_into of a subscriber with the version before.
 """
 
 from __future__ import annotations

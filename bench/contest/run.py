@@ -1,7 +1,6 @@
 """Runs the contest: every installed contender, each in an interpreter of its own.
 
-Most contenders run in the environment that the benchmark runs in. Some need packages that would
-change it for everyone: ``make bench-contenders`` makes an environment for each of those.
+``make bench-contenders`` makes environments for contenders with packages of their own.
 """
 
 from __future__ import annotations

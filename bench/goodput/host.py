@@ -1,11 +1,9 @@
 """One contender's run, in the contender's environment: ``python -m bench.goodput.host DIRECTORY``.
 
 ``DIRECTORY/run`` names adapter, scenario and seed; the result goes to ``DIRECTORY/result``. The
-supervisor starts the parties, kills by the schedule, restarts each killed or ended party as a
-process manager does, and measures the seconds until the trainer has trained a token generated after
-the kill. Without such a token in the scenario's patience the contender counts as hung, and
-every process starts anew, the trainer from its checkpoint: a restart by hand. A second wait in vain
-ends the run.
+supervisor starts the parties, kills by the schedule, restarts each ended party, and measures the
+seconds until the trainer has trained a token generated after the kill. A contender without such a
+token in the scenario's patience counts as hung: every process starts anew, a restart by hand.
 """
 
 from __future__ import annotations

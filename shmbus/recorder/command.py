@@ -57,7 +57,7 @@ def add_parser(commands: Commands) -> None:
         help="record the experts of each token too, such as 48x8",
     )  # fmt: skip
     parser.add_argument(
-        "--stitch", metavar="on|off", type=_switch, default=True,
+        "--stitch", metavar="on|off", type=_switch, nargs="?", const=True, default=True,
         help="continue a conversation by its sampled token ids, as one row, where the engine and "
         "the chat template allow; off: the engine renders every call (default on)",
     )  # fmt: skip
