@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 from shmbus.base import limits
 from shmbus.base.format import show_count, show_duration, show_size, table
@@ -124,9 +125,7 @@ def _header(found: Inspection) -> str:
     half = (len(rows) + 1) // 2
     pairs = [
         (*left, *right)
-        for left, right in zip(
-            rows[:half], rows[half:] + [("", "")] * (2 * half - len(rows)), strict=True
-        )
+        for left, right in itertools.zip_longest(rows[:half], rows[half:], fillvalue=("", ""))
     ]
     return (
         f"segment {found.path}  {show_size(found.file_bytes)}, {use}\n"

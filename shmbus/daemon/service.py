@@ -297,8 +297,7 @@ class Service:
         try:
             _core.split_number(self.collector.segment, hello.split)
         except ValueError as error:
-            message = f"bus {hello.bus!r}: {error}"
-            return messages.Refused(kind="value", message=message)
+            return messages.Refused(kind="value", message=f"bus {hello.bus!r}: {error}")
         return None
 
     def _admit_rank(self, hello: messages.Hello) -> messages.Refused | None:

@@ -254,7 +254,10 @@ def remove(found: Leftover, *, force: bool = False) -> None:
     if not may_go(found, force=force):
         raise ValueError(f"{printable(found.path)}: expected a removable file; {found.reason}")
     if force:
-        _remove_used(found)
+        if found.kind == "segment":
+            unlink(found.name)
+        elif found.kind != "socket" or found.verdict == "removable":
+            _unlink(found)
         return
     if found.kind == "socket":
         again = _check_socket(found)
@@ -272,13 +275,6 @@ def remove(found: Leftover, *, force: bool = False) -> None:
         _unlink(found)
     finally:
         os.close(fd)
-
-
-def _remove_used(found: Leftover) -> None:
-    if found.kind == "segment":
-        unlink(found.name)
-    elif found.kind != "socket" or found.verdict == "removable":
-        _unlink(found)
 
 
 def _same(found: Leftover, info: os.stat_result) -> bool:
