@@ -298,7 +298,12 @@ def aggregate_loss(
     if denominator is None:
         return total / torch.where(count > 0, count, 1)
     if not isinstance(denominator, Tensor):
-        _check_denominator(denominator)
+        check_number("denominator", denominator, "a number or a tensor")
+        if not (math.isfinite(denominator) and denominator >= 0):
+            raise ValueError(
+                f"denominator: expected a finite number from 0 on, got {denominator}; "
+                "pass for instance part.batch_loss_tokens"
+            )
         denominator = total.new_full((), denominator)
     elif denominator.numel() != 1:
         raise ValueError(
@@ -327,12 +332,3 @@ def samples_sum(values: Tensor, sample_of: Tensor) -> Tensor:
     number = torch.empty_like(order)
     number[order] = first.cumsum(0) - 1
     return values.new_zeros(len(values)).index_add(0, number, values)[number]
-
-
-def _check_denominator(denominator: float) -> None:
-    check_number("denominator", denominator, "a number or a tensor")
-    if not (math.isfinite(denominator) and denominator >= 0):
-        raise ValueError(
-            f"denominator: expected a finite number from 0 on, got {denominator}; "
-            "pass for instance part.batch_loss_tokens"
-        )

@@ -281,7 +281,10 @@ class HandlerMetrics:
         facts = first.batch.facts
         assert facts is not None, "a handler's batch has them"
         truncated = count_truncated(first.batch.groups) if self._counts_truncated else 0
-        fill = self._fill(len(first.planned), facts.tokens)
+        if self._tokens_per_batch is not None:
+            fill = facts.tokens / self._tokens_per_batch
+        else:
+            fill = len(first.planned) / (self._groups_per_batch or 1)
         version = self._consumer.policy_version
         figures = BatchFigures(facts, version, truncated, fill, waited_s, first.packed_s)
         self._meter.note(figures)
@@ -298,8 +301,3 @@ class HandlerMetrics:
         for kind, callback in (on_metrics or {}).items():
             own = {name: value for name, value in found.items() if name.startswith(f"{kind}/")}
             callback({"step": found["step"], **own})
-
-    def _fill(self, groups: int, tokens: int) -> float:
-        if self._tokens_per_batch is not None:
-            return tokens / self._tokens_per_batch
-        return groups / (self._groups_per_batch or 1)

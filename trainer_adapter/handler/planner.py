@@ -73,25 +73,12 @@ class _Places(NamedTuple):
     step: int = 0
 
     def with_waiting(
-        self,
-        waiting: Iterable[PlannedGroup],
-        now_s: float | None,
-        *,
-        inbox: list[shmbus.Group] | None = None,
-        ready: tuple[MadeBatch[Any] | BaseException, ...] | None = None,
-        out: dict[int, MadeBatch[Any]] | None = None,
+        self, waiting: Iterable[PlannedGroup], now_s: float | None, **changes: Any
     ) -> _Places:
         """Return the places with new waiting groups; the wait's time runs while a group waits."""
         waiting = tuple(waiting)
-        since_s = self.since_s if self.waiting else None
-        return _Places(
-            self.inbox if inbox is None else inbox,
-            waiting,
-            self.ready if ready is None else ready,
-            self.out if out is None else out,
-            None if not waiting else now_s if since_s is None else since_s,
-            self.step,
-        )
+        since_s = self.since_s if self.waiting and self.since_s is not None else now_s
+        return self._replace(waiting=waiting, since_s=since_s if waiting else None, **changes)
 
 
 class BatchPlanner(Generic[BatchT]):
@@ -215,7 +202,7 @@ class BatchPlanner(Generic[BatchT]):
         """Count `max_wait_s` from now on, if a group waits."""
         places = self._places
         if places.waiting:
-            self._places = _Places(*places[:4], now_s, places.step)
+            self._places = places._replace(since_s=now_s)
 
     @property
     def wanted_text(self) -> str:
@@ -272,9 +259,7 @@ class BatchPlanner(Generic[BatchT]):
             raise first
         made: MadeBatch[BatchT] = first
         out = {**self.out, step: made}
-        self._places = _Places(
-            places.inbox, places.waiting, tuple(ready), out, places.since_s, step + 1
-        )
+        self._places = places._replace(ready=tuple(ready), out=out, step=step + 1)
         return made.batch
 
     def take_back(self) -> None:
