@@ -18,7 +18,6 @@ from typing import Any, Final
 from bench import machine
 from trainer_adapter.demo.chat import CPU, GPU, ChatConfig, ChatRun, Remedy, Scale
 
-#: An arm: dtype of the engine, and the remedy.
 ARMS: Final = {
     "nearest": ("bfloat16", Remedy("nearest")),
     "stochastic": ("bfloat16", Remedy("stochastic")),

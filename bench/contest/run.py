@@ -1,7 +1,4 @@
-"""Runs the contest: every installed contender, each in an interpreter of its own.
-
-``make bench-contenders`` makes environments for contenders with packages of their own.
-"""
+"""Runs the contest: every contender in an interpreter of its own (``make bench-contenders``)."""
 
 from __future__ import annotations
 

@@ -89,3 +89,10 @@ def test_wrong_arguments_are_usage_errors(spawn: Spawner) -> None:
     child = spawn.module("shmbus.cli", "demo", "--workers", 0)
     assert child.wait() == 2
     assert "expected 1 or more, got 0" in child.output()
+
+
+@pytest.mark.parametrize("options", [["--model", "m"], ["--engine", "vllm"]])
+def test_an_engine_and_a_model_come_together(spawn: Spawner, options: list[str]) -> None:
+    child = spawn.module("shmbus.cli", "demo", *options)
+    assert child.wait(60) == 1
+    assert "shmbus demo" in child.output() and "vllm" in child.output()

@@ -1,0 +1,81 @@
+"""``shmbus demo --engine vllm``: resumes after a kill of all processes; refusals leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from serving import shared_memory
+from transformers import AutoTokenizer
+from vllm_model import save
+
+from bench.processes import descendants
+
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant "
+TIMEOUT_S = 400.0
+
+
+def chat_model(folder: Path, template: str | None = TEMPLATE) -> Path:
+    save(str(folder), 0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def command(model: Path, output: Path, *more: str) -> list[str]:
+    begin = [sys.executable, "-m", "shmbus", "demo", "--engine", "vllm"]
+    return [*begin, "--model", str(model), "--output", str(output), *more]
+
+
+def buses() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "demo-" in name}
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_demo_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    before, said = buses(), tmp_path / "said"
+    run = command(chat_model(tmp_path / "model"), tmp_path / "out", "--steps", "6")
+    with said.open("wb") as file:
+        process = subprocess.Popen(run, stdout=file, stderr=file, start_new_session=True)
+    end = time.monotonic() + TIMEOUT_S
+    while "step   5/6" not in said.read_text():
+        assert process.poll() is None and time.monotonic() < end, said.read_text()[-3000:]
+        time.sleep(0.1)
+    pids = [process.pid, *descendants(process.pid)]
+    left = shared_memory(pids)
+    for each in pids:
+        os.kill(each, signal.SIGKILL)
+    process.wait()
+    for file_left in left:
+        Path(file_left).unlink(missing_ok=True)
+    assert buses() > before
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert "resumed after step 4 from" in ended.stdout, ended.stderr[-3000:]
+    assert "after 6 steps in" in ended.stdout and buses() == before
+    saved = torch.load(tmp_path / "out" / "checkpoint.pt")
+    training, held_out = saved["points"]
+    assert [point["step"] for point in training] == [1, 2, 3, 4, 5, 6]
+    assert [point["step"] for point in held_out] == [0, 4, 6]
+    assert (tmp_path / "out" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("fault", ["no model", "no template", "no weights"])
+def test_an_unusable_model_is_refused_in_a_sentence(fault: str, tmp_path: Path) -> None:
+    before, folder = buses(), tmp_path / "model"
+    if fault != "no model":
+        chat_model(folder, None if fault == "no template" else TEMPLATE)
+    if fault == "no weights":
+        (folder / "model.safetensors").unlink()
+    ended = subprocess.run(
+        command(folder, tmp_path / "out"), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    said = [line for line in ended.stderr.splitlines() if line.startswith("shmbus demo: ")]
+    assert ended.returncode == 1 and len(said) == 1 and str(folder) in said[0], ended.stderr
+    assert buses() == before
