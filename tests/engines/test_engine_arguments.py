@@ -117,7 +117,7 @@ def updates(bus: Bus, trainer: Trainer, servers: Any) -> Iterator[SimpleNamespac
 def test_a_client_is_brought_no_version_that_is_none(updates: Any, bus: Bus) -> None:
     for version in ("3", True, 3.0, None):
         refused("TypeError: ^version: expected an int", updates.made.bring, version, 2)
-    refused("ValueError: ^version: expected an int", updates.made.bring, 1 << 63, 2)
+    refused("ValueError: ^version: expected .*, got", updates.made.bring, 1 << 63, 2)
     assert tokens(updates.running) == [2.0] * 3
     client = Client(updates.running)
     refused("TypeError: ^timeout: expected", lambda: ClientUpdates(bus.name, client, timeout="5"))  # type: ignore[arg-type]

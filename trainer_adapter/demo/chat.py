@@ -8,8 +8,8 @@ checkpoint, and trains no prompt twice.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
-import multiprocessing
 import os
 import socket
 import sys
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import shmbus
 from shmbus.engines import EngineFleet, VllmServer
@@ -74,6 +76,8 @@ GPU = Scale("cuda", "bfloat16", 32, 60, 10, 128, ["--gpu-memory-utilization", "0
 DEFAULT = Remedy()
 #: Steps between two measurements of the gap by a second forward pass at the engine's dtype.
 PROBE_STEPS = 10
+#: State of AdamW for a parameter.
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 #: Seconds to wait for a batch, and for an evaluation.
 PATIENCE_S = 600.0
 LEARNING_RATE = 1e-5
@@ -130,7 +134,7 @@ class ChatRun:
     @property
     def saved(self) -> Path:
         """The newest checkpoint."""
-        return self.output / "checkpoint.pt"
+        return self.output / "checkpoint.safetensors"
 
     @property
     def log(self) -> Path:
@@ -162,14 +166,8 @@ class ChatRun:
             self._resume(handler)
             fleet = EngineFleet([VllmServer(server.address)], bus=self.bus, mode="keep")
             fleet.update_sync(publisher, handler.step)
-            spawn = multiprocessing.get_context("spawn")
-            workers = spawn.Process(target=chat_task.be_workers, args=arguments, daemon=True)
-            workers.start()
-            try:
+            with chat_task.workers(*arguments):
                 self._train(handler, lambda version: fleet.update_sync(publisher, version))
-            finally:
-                workers.terminate()
-                workers.join()
         shmbus.unlink(self.bus)
 
     def _train(self, handler: OnlineDataHandler, send: Callable[[int], object]) -> None:
@@ -236,26 +234,41 @@ class ChatRun:
         self.held_out.append(Point(self._seconds(), handler.step, found["eval/reward/mean"]))
         reward = self.held_out[-1].reward
         print(f"step {handler.step:>3}/{self.steps}  held-out {reward:.3f}", flush=True)
-        state = {
-            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "handler": handler.state_dict(),
-            "points": msgspec.to_builtins((self.training, self.held_out)),
-        }  # fmt: skip
-        torch.save(state, self.saved.with_suffix(".new"))
-        os.replace(self.saved.with_suffix(".new"), self.saved)
+        self._save(handler)
         plot_chat(self.training, self.held_out, self.output)
         while self._unsaved:
             handler.ack(self._unsaved.pop(0))
 
+    def _save(self, handler: OnlineDataHandler) -> None:
+        """Write model, optimizer, handler and curve as one file, in the place of the last."""
+        named = list(self.model.named_parameters())
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in named}
+        for name, parameter in named:
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{name}"] = value
+        said = msgspec.msgpack.encode((handler.state_dict(), self.training, self.held_out))
+        new = self.saved.with_suffix(".new")
+        save_file(tensors, new, {"state": base64.b64encode(said).decode()})
+        os.replace(new, self.saved)
+
     def _resume(self, handler: OnlineDataHandler) -> None:
         if not self.saved.exists():
             return
-        state = torch.load(self.saved, map_location=self.scale.device)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        handler.load_state_dict(state["handler"])
-        points = msgspec.convert(state["points"], tuple[list[Point], list[Point]])
-        self.training, self.held_out = points
+        with safe_open(self.saved, "pt", device=self.scale.device) as file:
+            said = base64.b64decode(file.metadata()["state"])
+            state, *points = msgspec.msgpack.decode(said)
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+        optimizer = self.optimizer.state_dict()
+        with torch.no_grad():
+            for number, (name, parameter) in enumerate(self.model.named_parameters()):
+                parameter.copy_(tensors[f"model.{name}"])
+                if f"step.{name}" in tensors:
+                    moments = {key: tensors[f"{key}.{name}"] for key in MOMENTS}
+                    optimizer["state"][number] = moments
+        self.optimizer.load_state_dict(optimizer)
+        handler.load_state_dict(state)
+        self.training, self.held_out = msgspec.convert(points, tuple[list[Point], list[Point]])
         self._before_s = self.held_out[-1].seconds
         print(f"resumed after step {handler.step} from {self.saved}", flush=True)
 

@@ -6,10 +6,11 @@ Invariant: tokens and logprobs are the engine's own; the text is decoded for the
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import contextlib
 import os
 import random
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import openai
 import torch
 
 import shmbus
+from shmbus.base.programs import program
 from shmbus.engines import ManagedServer
 from trainer_adapter.attention import transformers_inputs
 from trainer_adapter.logprobs import token_logprobs
@@ -91,12 +93,9 @@ def be_workers(bus: str, url: str, folder: str) -> None:
     """Keep `IN_FLIGHT` requests at the engine until the trainer's process ends."""
     from transformers import AutoTokenizer
 
-    trainer = multiprocessing.parent_process()
-    assert trainer is not None
-
     def end_with_trainer() -> None:
-        trainer.join()
-        os._exit(1)
+        sys.stdin.read()  # a pipe of the trainer, closed by the trainer's end
+        os._exit(0)
 
     threading.Thread(target=end_with_trainer, daemon=True).start()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -134,3 +133,19 @@ def server_of(
     return ManagedServer(
         command, url=f"http://127.0.0.1:{port}", checkpoint=folder, environment=environment
     )
+
+
+@contextlib.contextmanager
+def workers(bus: str, url: str, folder: str) -> Iterator[None]:
+    """Run a process of workers beside a ``with`` block."""
+    process = subprocess.Popen(
+        program("trainer_adapter.demo.chat_task", bus, url, folder), stdin=subprocess.PIPE
+    )
+    try:
+        yield
+    finally:
+        process.communicate()
+
+
+if __name__ == "__main__":
+    be_workers(*sys.argv[1:])

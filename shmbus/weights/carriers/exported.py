@@ -17,6 +17,7 @@ import os
 import random
 import sys
 import threading
+import time
 import weakref
 from typing import Any, Final
 
@@ -372,12 +373,26 @@ def _let_go(dead: weakref.ref[_Held]) -> None:
     if known is None:
         return
     _, device, pid = known
+    stream = None
     try:
         # A forked child lacks the context; the parent owns the lease.
         if device.type == "cuda" and os.getpid() == pid and not sys.is_finalizing():
-            torch.cuda.current_stream(device).synchronize()
+            stream = torch.cuda.current_stream(device)
+            stream.synchronize()
         _locks.pop(dead, None)
     except KeyboardInterrupt:
-        # No caller could catch the interrupt here: raise it a moment later. The device may be busy,
-        # and the next reader waits again.
-        threading.Timer(AGAIN_S, _thread.interrupt_main).start()
+        # No caller could catch the interrupt here, and the device may be busy: a thread finishes
+        # the work and raises the interrupt later.
+        threading.Thread(target=_let_go_later, args=(dead, device, stream)).start()
+
+
+def _let_go_later(
+    dead: weakref.ref[_Held], device: torch.device, stream: torch.cuda.Stream | None
+) -> None:
+    if stream is not None:
+        stream.synchronize()
+    elif device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _locks.pop(dead, None)
+    time.sleep(AGAIN_S)
+    _thread.interrupt_main()

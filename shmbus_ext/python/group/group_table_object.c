@@ -84,18 +84,23 @@ static void count_entry(GroupListsObject *self, const GroupEntryObject *entry, u
     }
 }
 
-/* Put an entry into the index of keys, or take it out. Without memory the index goes: the next
- * full() makes a new index. */
+/* Put an entry into the index of keys, or take it out, also under a pending exception. Without
+ * memory the index goes: the next full() makes a new index. */
 static void index_entry(GroupListsObject *self, GroupEntryObject *entry) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
     PyObject *newest = PyDict_GetItemWithError(self->by_key, entry->key);
     entry->same_key = (GroupEntryObject *)newest;
     if (PyErr_Occurred() || PyDict_SetItem(self->by_key, entry->key, (PyObject *)entry) < 0) {
         PyErr_Clear();
         Py_CLEAR(self->by_key);
     }
+    PyErr_Restore(type, value, trace);
 }
 
 static void unindex_entry(GroupListsObject *self, GroupEntryObject *entry) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
     PyObject *newest = PyDict_GetItemWithError(self->by_key, entry->key);
     int failed = newest == NULL ? -1 : 0;
     if (newest == (PyObject *)entry) {
@@ -113,6 +118,7 @@ static void unindex_entry(GroupListsObject *self, GroupEntryObject *entry) {
         PyErr_Clear();
         Py_CLEAR(self->by_key);
     }
+    PyErr_Restore(type, value, trace);
 }
 
 /* Insert before a neighbour, or at the end of the list; the caller provides the list's

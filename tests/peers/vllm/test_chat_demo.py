@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import subprocess
@@ -9,8 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
-import torch
+from safetensors import safe_open
 from serving import shared_memory
 from transformers import AutoTokenizer
 from vllm_model import save
@@ -59,8 +61,9 @@ def test_a_killed_demo_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     ended = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert "resumed after step 4 from" in ended.stdout, ended.stderr[-3000:]
     assert "after 6 steps in" in ended.stdout and buses() == before
-    saved = torch.load(tmp_path / "out" / "checkpoint.pt")
-    training, held_out = saved["points"]
+    with safe_open(tmp_path / "out" / "checkpoint.safetensors", "pt") as saved:
+        said = base64.b64decode(saved.metadata()["state"])
+    _, training, held_out = msgspec.msgpack.decode(said)
     assert [point["step"] for point in training] == [1, 2, 3, 4, 5, 6]
     assert [point["step"] for point in held_out] == [0, 4, 6]
     assert (tmp_path / "out" / "reward.png").read_bytes().startswith(b"\x89PNG")
