@@ -243,7 +243,6 @@ class GroupTable(Generic[_S]):
     def full(self, key: Hashable, /) -> list[GroupEntry[_S]]: ...
 
 ROW_LENGTHS: str
-MAX_SCORE: float
 SHARED_PREFIX: str
 
 class ClosedByBlock:

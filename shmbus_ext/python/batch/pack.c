@@ -5,9 +5,6 @@
 
 #include "python/group/group.h"
 
-/* Limit of a score: the difference of two scores stays finite in float32. */
-#define MAX_SCORE 1e38
-
 /* ---- Destination of a batch ---- */
 
 /* The arrays of a packed batch within one block; both ends of a column lie on a cache line. */
@@ -295,6 +292,5 @@ PyTypeObject PackPlanType = {
 };
 
 bool py_plan_add_objects(PyObject *module) {
-    return py_add_object(module, "MAX_SCORE", PyFloat_FromDouble(MAX_SCORE)) &&
-           py_add_object(module, "MAX_LOGPROB", PyFloat_FromDouble((double)MAX_LOGPROB));
+    return py_add_object(module, "MAX_LOGPROB", PyFloat_FromDouble((double)MAX_LOGPROB));
 }

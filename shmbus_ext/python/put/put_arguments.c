@@ -26,10 +26,8 @@ bool py_arguments_init(void) {
 }
 
 bool py_arguments_add_constants(PyObject *module) {
-    PyObject *most = PyFloat_FromDouble(MAX_SCORE);
-    bool added = PyModule_AddObjectRef(module, "MAX_SCORE", most) == 0;
-    Py_XDECREF(most);
-    return added && PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0 &&
+    return py_add_object(module, "MAX_SCORE", PyFloat_FromDouble(MAX_SCORE)) &&
+           PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0 &&
            PyModule_AddStringConstant(module, "SHARED_PREFIX", SHMBUS_SHARED_PREFIX) == 0;
 }
 
