@@ -272,6 +272,7 @@ def all_fail_in_changing_words(scene: Scene) -> None:
     scene.begin(retries=1_000)
     scene.trainer(offered=16, then="wait").expect("ready")
     scene.worker("many_words")
+    scene.until(lambda status: any(each.rests_s > 0 for each in status.producers))
 
 
 def trainer_busy(scene: Scene) -> None:

@@ -367,6 +367,14 @@ class System(Supervisor):
             assert time.monotonic() < end, "the last prompts were not trained"
             time.sleep(0.02)
         assert trainer.status == 0, "the trainer failed"
+        while any(self.undelivered()):
+            assert time.monotonic() < end, f"records that nobody reads: {self.undelivered()}"
+            time.sleep(0.001)
+
+    def undelivered(self) -> list[int]:
+        """Count the records of the trainer's bus and of the source that nobody has read."""
+        with shmbus.Bus.open(self.trainer_bus) as trainer, shmbus.Bus.open(self.source) as source:
+            return [trainer.stats().undelivered, source.stats().undelivered]
 
     def audit(self) -> dict[str, Any]:
         """Compare what was trained with what was offered, sampled and scored."""
@@ -389,7 +397,7 @@ class System(Supervisor):
                 ]
                 scores += abs(score - score_of(letters)) > 1e-6
         with shmbus.Bus.open(self.trainer_bus) as trainer, shmbus.Bus.open(self.source) as source:
-            ledgers = [trainer.stats(), source.stats()]
+            dropped = [trainer.stats().dropped, source.stats().dropped]
         late = self.folder / "late"
         return {
             "offered": offered,
@@ -399,8 +407,7 @@ class System(Supervisor):
             "foreign": foreign,
             "scores": scores,
             "late": late.read_text().splitlines() if late.exists() else [],
-            "undelivered": [ledger.undelivered for ledger in ledgers],
-            "dropped": [ledger.dropped for ledger in ledgers],
+            "dropped": dropped,
             "faults": dict(self.done),
             "disk": self.has_disk,
         }
