@@ -81,9 +81,7 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "weights-against-torch.multiprocessing": _times(12),
         "weights-against-ray": _times(1.5),
         "weights-patch-0.001-made": _times(0.8),
-        "weights-patch-0.001-applied": _times(3.0),
         "weights-patch-0.01-made": _times(0.5),
-        "weights-patch-0.01-applied": _times(3.0),
         # Of a pinned copy of a rank's slices; of packed NCCL.
         **{
             name: target

@@ -13,14 +13,13 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.pool.patches import PatchRun, Piece, VersionPatch, put_piece
+from shmbus.pool.patches import Piece, put_piece
 from shmbus.pool.pool_file import PoolSpec, copy_bytes, create_pool, unlink_pool
 from shmbus.pool.pool_status import PoolStatus, RankStatus, ReaderStatus, SlotStatus, read_pool
 from shmbus.pool.reader import PoolReader, VersionLease
 from shmbus.pool.slot_publisher import PoolPublisher, VersionWrite, WhenHeld
 
 __all__ = [
-    "PatchRun",
     "Piece",
     "PoolPublisher",
     "PoolReader",
@@ -30,7 +29,6 @@ __all__ = [
     "ReaderStatus",
     "SlotStatus",
     "VersionLease",
-    "VersionPatch",
     "VersionWrite",
     "WhenHeld",
     "copy_bytes",

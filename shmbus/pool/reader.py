@@ -20,7 +20,6 @@ from shmbus.base.arguments import check_int64, check_timeout, fit_text
 from shmbus.base.format import show_wait
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError
 from shmbus.pool.attaching import identity_of
-from shmbus.pool.patches import VersionPatch, find_patch
 from shmbus.pool.pool_file import open_pool, pool_path
 from shmbus.pool.pool_status import RESTARTED_CODE, status_of_pool
 from shmbus.segment.names import leads_to
@@ -224,10 +223,6 @@ class VersionLease(_core.ClosedByBlock):
                 f"{min(self.size, (wrong + 1) * block)} do not match their digest; do not load "
                 "it: publish again, and look for a process that writes where it should not"
             )
-
-    def patch(self) -> VersionPatch | None:
-        """Return the changes since the previous version; None if the publisher made no patch."""
-        return find_patch(self.buffer)
 
     def close(self) -> None:
         """End the lease; surviving arrays keep the slot until their release."""

@@ -27,7 +27,6 @@ from shmbus.weights.adapters import (
 from shmbus.weights.bridge import attach_bridge
 from shmbus.weights.errors import (
     ManifestError,
-    PatchBaseError,
     VersionOrderError,
 )
 from shmbus.weights.fp8 import Fp8BlockSource
@@ -50,7 +49,6 @@ __all__ = [
     "MegatronLayout",
     "ModuleSource",
     "ParamMeta",
-    "PatchBaseError",
     "Publication",
     "Published",
     "Shard",

@@ -4,7 +4,6 @@
 
     WeightsError
      +-- ManifestError          the published tensors and the model disagree
-     +-- PatchBaseError         a patch for a version that the model does not hold
      +-- VersionOrderError      a version number not above the publisher's last
 """
 
@@ -45,23 +44,6 @@ class ManifestError(WeightsError):
 
     def __reduce__(self) -> tuple[type[ManifestError], tuple[str, list[str]]]:
         return type(self), (self.what, self.faults)
-
-
-class PatchBaseError(WeightsError):
-    """No patch starts from the model's version; nothing was changed.
-
-    Attributes
-    ----------
-    base : int | None
-        Base of the existing patch; None without a patch.
-    """
-
-    def __init__(self, message: str, base: int | None) -> None:
-        super().__init__(message)
-        self.base = base
-
-    def __reduce__(self) -> tuple[type[PatchBaseError], tuple[str, int | None]]:
-        return type(self), (str(self), self.base)
 
 
 class VersionOrderError(WeightsError):

@@ -6,7 +6,6 @@ patch again; a piece is cut the same way for every source dtype.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
@@ -15,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shmbus.pool import PatchRun, Piece, VersionLease, VersionPatch
+from shmbus.pool import Piece
 from shmbus.tensors.views import DTYPE_BYTES, byte_view
 from shmbus.weights.manifest import Manifest, TensorPlace
 from shmbus.weights.weight_source import LocalPiece
-from shmbus_ext import _core
 
 #: Place of elements in a version, and the elements.
 PlacedBytes: TypeAlias = tuple[Piece, npt.NDArray[np.uint8]]
@@ -84,45 +82,6 @@ class ComparedPieces:
                 self.parts.append([*placed_bytes(place, piece.start, tensor)])
             else:
                 self.parts.append(None)
-
-
-class VersionChanges:
-    """A patch, by tensors."""
-
-    def __init__(self, patch: VersionPatch, manifest: Manifest, lease: VersionLease) -> None:
-        self._patch, self._lease, self._manifest = patch, lease, manifest
-        self.base_sequence = patch.base_sequence
-        self.base_version = patch.base_version
-        self._places = manifest.by_name()
-        self._runs = _runs_by_offset(patch.runs, manifest)
-
-    def changed(self, name: str) -> bool:
-        """Return whether a tensor changed."""
-        place = self._places[name]
-        return place.size > 0 and any(run.changes for run in self._runs[place.offset])
-
-    def apply(self, name: str, memory: npt.NDArray[np.uint8]) -> bool:
-        """Patch a tensor's base bytes; return False for a different base."""
-        offset = self._places[name].offset
-        return all(
-            self._patch.apply(run, memory, offset) for run in self._runs[offset] if run.changes
-        )
-
-    def same(self, name: str, memory: npt.NDArray[np.uint8]) -> bool:
-        """Compare a tensor's bytes with the published tensor."""
-        place = self._places[name]
-        published = memoryview(self._lease.buffer)
-        return _core.pool_same(published[place.offset : place.offset + place.size], memory)
-
-
-def _runs_by_offset(runs: list[PatchRun], manifest: Manifest) -> dict[int, list[PatchRun]]:
-    """Sort runs by the offsets of their tensors."""
-    places = sorted((place.offset, place.size) for place in manifest.tensors if place.size)
-    starts = [offset for offset, _ in places]
-    found: dict[int, list[PatchRun]] = {place.offset: [] for place in manifest.tensors}
-    for run in runs:
-        found[starts[bisect.bisect_right(starts, run.piece.offset) - 1]].append(run)
-    return found
 
 
 #: Share of elements above which a patch wastes memory: at a tenth it costs as much as a copy.

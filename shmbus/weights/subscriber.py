@@ -29,7 +29,7 @@ from shmbus.base.arguments import (
 from shmbus.base.closing import ClosedByWith
 from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
-from shmbus.tensors.copy_table import Pair, prepare_copies
+from shmbus.tensors.copy_table import prepare_copies
 from shmbus.tensors.views import count_writes, is_sharded
 from shmbus.weights.carriers.interface import CarriedVersion, ReaderCarrier, ReaderOptions
 from shmbus.weights.errors import (
@@ -38,9 +38,7 @@ from shmbus.weights.errors import (
     TORN_CODE,
     UNUSABLE,
     ManifestError,
-    PatchBaseError,
 )
-from shmbus.weights.followed_model import FollowedModel, LoadedModel
 from shmbus.weights.loading import (
     Fit,
     LoadCache,
@@ -51,7 +49,6 @@ from shmbus.weights.loading import (
     targets_of,
 )
 from shmbus.weights.manifest import Slice, require_slices, view_of
-from shmbus.weights.patch_policy import VersionChanges
 from shmbus.weights.probe import CARRIERS, choose
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
@@ -97,11 +94,7 @@ class WeightSubscriber(ClosedByWith):
         As the publisher's; "auto" takes any carrier of the publisher but "checkpoint".
     verify : "off" | "sample" | "all"
         Compare digests of some blocks, or of every block, before a version is handed out. The
-        publisher has to compute them. After a patch, tensors of the model are compared too.
-    patches : bool
-        Let `Weights.load_into` change only the changed elements, if the model still holds this
-        subscriber's last load, and the publisher made a patch from that version. Not for programs
-        that write parameters past torch, for example through ``.data``.
+        publisher has to compute them.
     directory : path, optional
         Carrier "checkpoint": directory of the files.
     label : str
@@ -128,18 +121,15 @@ class WeightSubscriber(ClosedByWith):
         device: str | torch.device = "cpu",
         carrier: str = "auto",
         verify: Verify = "off",
-        patches: bool = False,
         directory: Path | str | None = None,
         label: str = "",
     ) -> None:
         check_choice("verify", verify, get_args(Verify))
-        check_flag("patches", patches)
         check_text("label", label)
         self.bus: Final = bus
         self.carrier: Final = choose(carrier, device, directory=directory)
         prepare_copies(torch.device(device))
         self._verify: Final[Verify] = verify
-        self._loaded = LoadedModel() if patches else None
         #: Places of this subscriber's last versions, by number.
         self._met: dict[int, Place] = {}
         self._closed = False
@@ -258,7 +248,7 @@ class WeightSubscriber(ClosedByWith):
                 version.report_refused(code, str(error))
                 version.close()
                 raise
-        weights = Weights(version, loaded=self._loaded, verify=self._verify)
+        weights = Weights(version)
         self._met[weights.version] = weights.place
         for number in list(self._met)[:-MET]:
             self._met.pop(number, None)
@@ -267,7 +257,6 @@ class WeightSubscriber(ClosedByWith):
     def close(self) -> None:
         """Leave; open weights keep their memory."""
         self._closed = True
-        self._loaded = None
         self._reader.close()
 
     def __repr__(self) -> str:
@@ -289,18 +278,11 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         The publisher's name for it.
     manifest : Manifest
         Its tensors.
-    loaded : "whole" | "patch" | None
-        Method of the last `load_into`; None before the first.
     """
 
-    def __init__(
-        self, version: CarriedVersion, *, loaded: LoadedModel | None = None, verify: Verify = "off"
-    ) -> None:
+    def __init__(self, version: CarriedVersion) -> None:
         self._carried: CarriedVersion | None = version
         self._pid = os.getpid()
-        self._known = loaded
-        self._compares = verify
-        self.loaded: Literal["whole", "patch"] | None = None
         self._tensors: dict[str, torch.Tensor] | None = None
         self.version = version.version
         self.sequence = version.sequence
@@ -377,13 +359,9 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         carried = self._open()
         named, fit = named_of(model), Fit(strict, cast, slices)
         try:
-            if self._known is not None:
-                written = self._follow(carried, self._known, named, fit)
-            else:
-                prepared = self._prepared(carried, named, fit)
-                carried.report_loading()
-                written = prepared.copy(self.version)
-                self.loaded = "whole"
+            prepared = self._prepared(carried, named, fit)
+            carried.report_loading()
+            written = prepared.copy(self.version)
         except UNUSABLE as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
             carried.report_refused(code, str(error))
@@ -392,9 +370,6 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         count_writes(value for value in targets_of(named).values() if is_sharded(value))
         carried.report_applied()
         return written
-
-    def _paired(self, targets: dict[str, torch.Tensor], fit: Fit) -> dict[str, Pair]:
-        return paired(self.version, self.manifest, self._views(), targets, fit)
 
     def prepare(self, device: torch.device) -> None:
         """Speed up copies to a device, in advance.
@@ -445,119 +420,6 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         """
         check_text("reason", reason)
         self._open().report_refused(check_int("code", code, 1, (1 << 31) - 1), reason)
-
-    def _follow(
-        self,
-        carried: CarriedVersion,
-        known: LoadedModel,
-        named: Mapping[str, object],
-        fit: Fit,
-    ) -> int:
-        """Apply only the changes if possible; otherwise copy everything."""
-        origin, patch, written = carried.origin, carried.patch(), None
-        model: FollowedModel | None = None
-        if patch is not None:
-            model = known.holding(origin, patch.base_sequence, self.manifest, fit, named)
-        if patch is not None and model is not None:
-            carried.report_loading()
-            known.forget()
-            written = self._patch(carried, model, patch, named, fit)
-            self.loaded = "patch"
-        if written is None or model is None:
-            targets = targets_of(named)
-            pairs = self._paired(targets, fit)
-            carried.prepare({target.device for target in targets.values()})
-            carried.report_loading()
-            known.forget()
-            written = Loading(pairs).copy(self.version)
-            model = FollowedModel(self.manifest, fit, named, pairs)
-            self.loaded = "whole"
-        known.remember(origin, self.sequence, model)
-        return written
-
-    def _patch(
-        self,
-        carried: CarriedVersion,
-        model: FollowedModel,
-        patch: VersionChanges,
-        named: Mapping[str, object],
-        fit: Fit,
-    ) -> int | None:
-        """Apply a patch, and verify as configured; return None if a whole copy is needed."""
-
-        def pairs() -> dict[str, Pair]:
-            targets = targets_of(named)
-            carried.prepare({target.device for target in targets.values()})
-            return self._paired(targets, fit)
-
-        written = model.apply(self.version, patch, pairs)
-        sample = self._compares == "sample"
-        if self._compares == "off" or written is None or model.is_equal(patch, sample=sample):
-            return written
-        return None
-
-    def patch_base(self) -> int | None:
-        """Return the base version of this version's patch; None without a patch."""
-        patch = self._open().patch()
-        return None if patch is None else patch.base_version
-
-    def apply_patch(
-        self, model: Targets, *, base: int, slices: Mapping[str, Slice] | None = None
-    ) -> int:
-        """Bring a model from a base version to this one by the patch alone.
-
-        For callers that know their model's version; `load_into` determines it by itself.
-
-        Parameters
-        ----------
-        model : torch.nn.Module | mapping of Tensor
-            Holds the base, bit for bit.
-        base : int
-            The model's version.
-        slices : mapping of Slice, optional
-            As for `load_into`.
-
-        Returns
-        -------
-        int
-            Bytes of the changed tensors.
-
-        Raises
-        ------
-        PatchBaseError, ManifestError
-            This version carries no patch for the base, or does not fit. Nothing was changed.
-        DamagedError
-            The model did not hold the base: it now holds a part of this version.
-        BusClosedError
-            These weights are closed.
-        """
-        base = check_int64("base", base)
-        carried = self._open()
-        patch = carried.patch()
-        if patch is None or patch.base_version != base:
-            has = "no patch" if patch is None else f"a patch for version {patch.base_version} alone"
-            raise PatchBaseError(
-                f"version {self.version} has {has}, the model has version {base}: nothing was "
-                "changed; load the whole version with load_into()",
-                None if patch is None else patch.base_version,
-            )
-        named, fit = named_of(model), Fit(slices=slices)
-        followed = FollowedModel(self.manifest, fit, named, self._paired(targets_of(named), fit))
-        carried.report_loading()
-        if self._known is not None:
-            self._known.forget()
-        written = self._patch(carried, followed, patch, named, fit)
-        if written is None:
-            error = DamagedError(
-                f"version {self.version}: the model was not version {base}, for which its patch "
-                "is, and has some of both now; load the whole version with load_into() before it "
-                "is used"
-            )
-            carried.report_refused(TORN_CODE, str(error))
-            raise error
-        self.loaded = "patch"
-        carried.report_applied()
-        return written
 
     def close(self) -> None:
         """Release the version; surviving views keep the slot."""

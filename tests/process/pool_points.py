@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
 from failpoints import await_signal, play
 from supervisor import Child
 
@@ -25,6 +24,7 @@ from shmbus.pool import (
     read_pool,
     unlink_pool,
 )
+from shmbus_ext import _core
 
 SIZE = 1 << 16
 SPEC = PoolSpec(slot_bytes=SIZE, slots=3, patch_bytes=2 * SIZE)
@@ -90,18 +90,24 @@ def newest(bus: str) -> int:
     """The newest version, which has to be whole."""
     with PoolReader(bus, "weights") as reader, reader.latest(timeout=5) as lease:
         found = lease.view()
-        check_patch(lease)
+        check_patch(bus, lease)
         assert (found == lease.version).all(), f"version {lease.version} is torn"
         return lease.version
 
 
-def check_patch(lease: VersionLease) -> None:
+def check_patch(bus: str, lease: VersionLease) -> None:
     """A patch leads from its base to the version, whoever has made it."""
-    patch = lease.patch()
-    if patch is not None:
-        before = np.full(SIZE, patch.base_version, np.uint8)
-        assert all(patch.apply(run, before) for run in patch.runs), f"of version {lease.version}"
-        assert (before == lease.version).all(), f"the patch of version {lease.version} is torn"
+    found = _core.pool_patch_bytes(lease.buffer)
+    if found is None:
+        return
+    base, runs = lease.version - 1, found[1]
+    with PoolPublisher(f"{bus}.m", "weights", spec=SPEC) as copies:
+        with copies.begin(base, SIZE) as whole:  # type: ignore[union-attr]
+            whole.view()[:] = base
+        with copies.begin(lease.version, SIZE, patch=True) as write:  # type: ignore[union-attr]
+            assert _core.pool_patch_take(write.buffer, runs), f"of version {lease.version}"
+            assert (write.view() == lease.version).all(), f"of version {lease.version}"
+        copies.close(remove=True)
 
 
 def lead(bus: str) -> list[str]:

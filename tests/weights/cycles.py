@@ -31,12 +31,12 @@ def figures(bus: str) -> dict[str, int]:
 
 
 def cycle(bus: str, number: int, made: torch.Generator) -> None:
-    """Everything once; a publication every time, by a patch where there is a version before."""
+    """Everything once; each publication with a patch where a base exists."""
     model, replica = many(12, number % 7), many(12, 99)
     publisher = WeightPublisher(
         bus, ModuleSource(model), patches=0.3, keep=number % 10 != 9, digests=number % 2 == 0
     )
-    with publisher, WeightSubscriber(bus, patches=True) as subscriber:
+    with publisher, WeightSubscriber(bus) as subscriber:
         for version in range(3):
             step(model, made, 0.02)
             publisher.publish(version=version)

@@ -51,32 +51,6 @@ def by_load_into(bus: str, stack: ExitStack) -> Callable[[Model, int], None]:
     return bring
 
 
-def by_patches(bus: str, stack: ExitStack) -> Callable[[Model, int], None]:
-    subscriber = stack.enter_context(WeightSubscriber(bus, patches=True))
-    loaded: list[str | None] = []
-
-    def bring(model: Model, version: int) -> None:
-        with subscriber.latest(timeout=10) as weights:
-            weights.load_into(model)
-            loaded.append(weights.loaded)
-        assert loaded == ["whole", *["patch"] * (version - 1)]
-
-    return bring
-
-
-def by_apply_patch(bus: str, stack: ExitStack) -> Callable[[Model, int], None]:
-    subscriber = stack.enter_context(WeightSubscriber(bus))
-
-    def bring(model: Model, version: int) -> None:
-        with subscriber.latest(timeout=10) as weights:
-            if version == 1:
-                weights.load_into(model)
-            else:
-                weights.apply_patch(model, base=version - 1)
-
-    return bring
-
-
 def by_plan(bus: str, stack: ExitStack) -> Callable[[Model, int], None]:
     subscriber = stack.enter_context(WeightSubscriber(bus))
     loaders: list[PlannedLoader] = []
@@ -91,7 +65,7 @@ def by_plan(bus: str, stack: ExitStack) -> Callable[[Model, int], None]:
     return bring
 
 
-@pytest.mark.parametrize("way", [by_load_into, by_patches, by_apply_patch, by_plan])
+@pytest.mark.parametrize("way", [by_load_into, by_plan])
 def test_a_derived_copy_is_renewed_after_every_version(way: Any, bus_name: str) -> None:
     trained, served = Model(), Model()
     with ExitStack() as stack:

@@ -430,7 +430,7 @@ def test_empty_tensors_follow(bus_name: str, publishers: MakePublisher, reader: 
     model.empty = torch.nn.Parameter(torch.empty(0, 3, device=DEVICE))
     publisher = publishers(model, carrier="shm", patches=True)
     target = {name: torch.zeros_like(t, device=reader) for name, t in model.state_dict().items()}
-    with WeightSubscriber(bus_name, device=reader, patches=True) as subscriber:
+    with WeightSubscriber(bus_name, device=reader) as subscriber:
         for version in range(4):
             with torch.no_grad():
                 model.bias[version] = version

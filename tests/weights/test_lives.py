@@ -140,7 +140,7 @@ os.kill(os.getpid(), 9)
 def test_a_number_used_twice_is_the_last_and_unpatched(bus_name: str, spawn: Spawner) -> None:
     model = torch.nn.Linear(8, 8)
     spawn.script(DIES, bus_name).wait(60)
-    with WeightSubscriber(bus_name, patches=True) as subscriber:
+    with WeightSubscriber(bus_name) as subscriber:
         with subscriber.latest(timeout=5) as weights:
             weights.load_into(model)
         trainer = Trainer(bus_name, patches=True, slots=2)

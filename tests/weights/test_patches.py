@@ -1,4 +1,4 @@
-"""Patches: a model that follows the trainer by what changed is the trainer's, bit for bit."""
+"""Patches: versions of a second pool, made by what changed, equal the trainer's bit for bit."""
 
 from __future__ import annotations
 
@@ -9,287 +9,185 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import Spawner, together
 from weight_models import CHANGES, Odd, bits, many, same, step
 
-from shmbus import DamagedError
-from shmbus.pool import read_pool
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease
 from shmbus.pool.pool_file import open_pool, pool_path
 from shmbus.weights import (
     LocalPiece,
-    ManifestError,
     ModuleSource,
     ParamMeta,
-    PatchBaseError,
     Slice,
     WeightPublisher,
-    Weights,
     WeightSource,
     WeightSubscriber,
 )
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patch_policy import PatchPolicy, patch_capacity, patch_share, pieces_of
+from shmbus_ext import _core
 
 VERSIONS = int(os.environ.get("SHMBUS_TEST_PATCHES", "60"))
 MakePublisher = Callable[..., WeightPublisher]
 
 
+class Mirror:
+    """A second pool with the versions of a first: by patches where the base is here."""
+
+    def __init__(self, bus: str) -> None:
+        self.bus, self._from, self._base = bus, f"{bus}.t", 0
+        self._publisher: PoolPublisher | None = None
+        self._version = 0
+
+    def follow(self, lease: VersionLease) -> str:
+        """Take a version over; return "patch" or "whole"."""
+        found = _core.pool_patch_bytes(lease.buffer)
+        base, runs = found or (0, b"")
+        how = "patch" if found and base == self._base else "whole"
+        self._version += 1
+        write = self._pool().begin(
+            self._version, lease.size, meta=lease.meta(), patch=how == "patch"
+        )
+        assert write is not None
+        if how == "patch":
+            assert _core.pool_patch_take(write.buffer, runs)
+            assert _core.pool_patch_crc(runs, write.buffer) == _core.pool_patch_crc(
+                runs, lease.buffer
+            )
+        else:
+            write.view()[:] = lease.view()
+        write.finish()
+        self._base = lease.sequence
+        with PoolReader(self.bus, "weights") as reader, reader.latest(timeout=5) as copy:
+            assert np.array_equal(copy.view(), lease.view())
+        return how
+
+    def next(self) -> str:
+        """Take the newest version over."""
+        with PoolReader(self._from, "weights") as reader, reader.latest(timeout=5) as lease:
+            return self.follow(lease)
+
+    def _pool(self) -> PoolPublisher:
+        if self._publisher is None:
+            with contextlib.closing(open_pool(self._from, "weights", read_only=True)) as pool:
+                spec = PoolSpec(
+                    slot_bytes=pool.slot_bytes, slots=2, max_slots=pool.max_slots,
+                    meta_bytes=pool.meta_bytes, patch_bytes=pool.patch_bytes,
+                )  # fmt: skip
+            self._publisher = PoolPublisher(self.bus, "weights", spec=spec)
+        return self._publisher
+
+    def load(self, model: torch.nn.Module | dict[str, torch.Tensor]) -> None:
+        with WeightSubscriber(self.bus) as reader, reader.latest(timeout=5) as weights:
+            weights.load_into(model)
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close(remove=True)
+
+
 @pytest.fixture
-def publishers(bus_name: str) -> Iterator[MakePublisher]:
-    """Make publishers of one bus with patches; their weights are removed after the test."""
-    made: list[WeightPublisher] = []
-
-    def make(model: torch.nn.Module | WeightSource, **options: object) -> WeightPublisher:
-        source = ModuleSource(model) if isinstance(model, torch.nn.Module) else model
-        given = {"patches": 0.2, **options}
-        made.append(WeightPublisher(bus_name, source, **given))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for publisher in made:
-        publisher.close()
-    Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
+def mirror(bus_name: str) -> Iterator[Mirror]:
+    """A mirror of the publishers' pool; both are removed after the test."""
+    with contextlib.closing(Mirror(bus_name)) as made:
+        yield made
+    Path(pool_path(f"{bus_name}.t", "weights")).unlink(missing_ok=True)
 
 
-def test_every_bit_follows_by_patches(publishers: MakePublisher, bus_name: str, seed: int) -> None:
+@pytest.fixture
+def publishers(bus_name: str, mirror: Mirror) -> Iterator[MakePublisher]:
+    """Make publishers with patches."""
+    del mirror
+    with contextlib.ExitStack() as stack:
+
+        def make(model: torch.nn.Module | WeightSource, **options: object) -> WeightPublisher:
+            source = ModuleSource(model) if isinstance(model, torch.nn.Module) else model
+            given = {"patches": 0.2, **options}
+            made = WeightPublisher(f"{bus_name}.t", source, **given)  # type: ignore[arg-type]
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def test_every_bit_follows_by_patches(publishers: MakePublisher, mirror: Mirror, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)
-    model, replica, late = Odd(1), Odd(2), Odd(3)
+    model, replica = Odd(1), Odd(2)
     publisher = publishers(model)
     how = {"whole": 0, "patch": 0}
-    with (
-        WeightSubscriber(bus_name, patches=True) as subscriber,
-        WeightSubscriber(bus_name, patches=True) as seldom,
-    ):
-        for version in range(VERSIONS):
-            step(model, made, (0.0, 0.001, 0.02, 0.5)[version % 4])
-            publisher.publish(version=version)
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(replica)
-                how[str(weights.loaded)] += 1
-            assert same(model, replica), f"version {version}"
-            if version % 5 == 0:
-                with seldom.latest(timeout=5) as weights:
-                    weights.load_into(late)
-                    assert weights.loaded == "whole"  # it never has the version before
-                assert same(model, late)
+    for version in range(VERSIONS):
+        step(model, made, (0.0, 0.001, 0.02, 0.5)[version % 4])
+        publisher.publish(version=version)
+        how[mirror.next()] += 1
+        mirror.load(replica)
+        assert same(model, replica), f"version {version}"
     assert how["patch"] > VERSIONS // 4 and how["whole"] >= 1
 
 
-def test_lazy_empty_tensors_follow_by_patches(publishers: MakePublisher, bus_name: str) -> None:
+def test_lazy_empty_tensors_follow_by_patches(publishers: MakePublisher, mirror: Mirror) -> None:
     model = torch.nn.Linear(9, 9)
     # As an empty one of a device, it has no bytes in host memory to compare.
     empty = torch.conj(torch.empty(0, 3, dtype=torch.complex64))
     model.empty = torch.nn.Parameter(empty, requires_grad=False)
     publisher = publishers(model)
     target = {name: torch.zeros_like(t.resolve_conj()) for name, t in model.state_dict().items()}
-    with WeightSubscriber(bus_name, patches=True) as subscriber:
-        for version in range(4):
-            with torch.no_grad():
-                model.bias[version] = version
-            publisher.publish(version)
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(target)
-                assert weights.loaded == ("patch" if version else "whole")
-            assert torch.equal(target["bias"], model.bias)
+    for version in range(4):
+        with torch.no_grad():
+            model.bias[version] = version
+        publisher.publish(version)
+        assert mirror.next() == ("patch" if version else "whole")
+        mirror.load(target)
+        assert torch.equal(target["bias"], model.bias)
 
 
 @pytest.mark.parametrize("count", [300, 1000])
 def test_models_of_many_tensors_follow_by_patches(
-    count: int, publishers: MakePublisher, bus_name: str, seed: int
+    count: int, publishers: MakePublisher, mirror: Mirror, seed: int
 ) -> None:
     made = torch.Generator().manual_seed(seed)
     model, replica = many(count, 1), many(count, 2)
     publisher = publishers(model, slots=3)
-    with WeightSubscriber(bus_name, patches=True) as subscriber:
-        for version in range(8):
-            step(model, made, 0.01)
-            told = publisher.publish(version=version)
-            assert (told.changed is None) == (version == 0)
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(replica)
-                assert weights.loaded == ("patch" if version else "whole")
-            assert same(model, replica)
+    for version in range(8):
+        step(model, made, 0.01)
+        told = publisher.publish(version=version)
+        assert (told.changed is None) == (version == 0)
+        assert mirror.next() == ("patch" if version else "whole")
+        mirror.load(replica)
+        assert same(model, replica)
 
 
-def test_cast_masters_are_patched(publishers: MakePublisher, bus_name: str, seed: int) -> None:
+def test_cast_masters_are_patched(publishers: MakePublisher, mirror: Mirror, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)
     masters = torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.LayerNorm(900))
     replica = torch.nn.Sequential(torch.nn.Linear(700, 900), torch.nn.LayerNorm(900)).bfloat16()
     publisher = publishers(ModuleSource(masters, dtype=torch.bfloat16))
-    with WeightSubscriber(bus_name, patches=True) as subscriber:
-        for version in range(4):
-            step(masters, made, 0.01)
-            publisher.publish(version=version)
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(replica)
-                assert weights.loaded == ("patch" if version else "whole")
-            wanted = {name: value.bfloat16() for name, value in masters.state_dict().items()}
-            assert all(bits(replica.state_dict()[name]) == bits(wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_model_that_changed_between_patches_gets_the_whole_version(
-    change: Callable[[torch.nn.Module], None], publishers: MakePublisher, bus_name: str, seed: int
-) -> None:
-    made = torch.Generator().manual_seed(seed)
-    model, replica = many(20, 1), many(20, 2)
-    publisher = publishers(model)
-    how = []
-    with WeightSubscriber(bus_name, patches=True) as subscriber:
-        for version in range(8):
-            step(model, made, 0.01)
-            publisher.publish(version=version)
-            if version in (3, 6):
-                change(replica)
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(replica)
-                how.append(weights.loaded)
-            assert same(model, replica), f"version {version}"
-    expected = ["patch"] * 8
-    for version in (0, 3, 6):
-        expected[version] = "whole"
-    assert how == expected
+    for version in range(4):
+        step(masters, made, 0.01)
+        publisher.publish(version=version)
+        assert mirror.next() == ("patch" if version else "whole")
+        mirror.load(replica)
+        wanted = {name: value.bfloat16() for name, value in masters.state_dict().items()}
+        assert all(bits(replica.state_dict()[name]) == bits(wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_trainer_whose_tensors_changed_between_patches_publishes_them_as_they_are(
-    change: Callable[[torch.nn.Module], None], publishers: MakePublisher, bus_name: str, seed: int
+    change: Callable[[torch.nn.Module], None], publishers: MakePublisher, mirror: Mirror, seed: int
 ) -> None:
     made = torch.Generator().manual_seed(seed)
     model, replica = many(20, 1), many(20, 2)
     publisher = publishers(model)
-    with WeightSubscriber(bus_name, patches=True) as subscriber:
-        for version in range(8):
-            step(model, made, 0.01)
-            if version in (3, 6):
-                change(model)
-            publisher.publish(version=version)
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(replica)
-            assert same(model, replica), f"version {version}"
-
-
-def test_another_load_is_compared(publishers: MakePublisher, bus_name: str, seed: int) -> None:
-    made = torch.Generator().manual_seed(seed)
-    model, replica = many(20, 1), many(20, 2)
-    some = {name: value for name, value in replica.named_parameters() if name != "p3"}
-    publisher = publishers(model)
-    with WeightSubscriber(bus_name, patches=True) as subscriber:
-        for version in range(6):
-            step(model, made, 0.01)
-            publisher.publish(version=version)
-            with subscriber.latest(timeout=5) as weights:
-                if version == 3:
-                    with pytest.raises(ManifestError, match="p3"):
-                        weights.load_into(some)
-                    weights.load_into(some, strict=False)
-                weights.load_into(replica)
-            assert same(model, replica), f"version {version}"
-
-
-def test_a_patch_checks_its_place_for_changes(publishers: MakePublisher, bus_name: str) -> None:
-    model, replica = many(20, 1), many(20, 2)
-    publisher = publishers(model)
-    with WeightSubscriber(bus_name, patches=True, verify="off") as subscriber:
-        for version in range(2):
-            publisher.publish(version=version)
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(replica)
-        replica.p7.data[0] = 99  # type: ignore[index, union-attr]
-        with torch.no_grad():
-            model.p7[0] = 77  # type: ignore[index]
-        publisher.publish(version=2)
-        with subscriber.latest(timeout=5) as weights:
-            weights.load_into(replica)
-            assert weights.loaded == "whole"
-    assert same(model, replica)
-
-
-def test_verifying_reads_beyond_the_patch(publishers: MakePublisher, bus_name: str) -> None:
-    model, replica = many(20, 1), many(20, 2)
-    publisher = publishers(model, digests=True)
-    with WeightSubscriber(bus_name, patches=True, verify="all") as subscriber:
-        for version in range(3):
-            publisher.publish(version=version)
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(replica)
-                assert weights.loaded == ("patch" if version == 1 else "whole")
-            assert same(model, replica)
-            if version == 1:
-                replica.p7.data[0] = 99  # type: ignore[index, union-attr]
-
-
-def test_a_patch_for_another_base_is_refused(publishers: MakePublisher, bus_name: str) -> None:
-    model, replica = many(20, 1), many(20, 2)
-    publisher = publishers(model)
-    with WeightSubscriber(bus_name) as subscriber:
-        publisher.publish(version=7)
-        with subscriber.latest(timeout=5) as weights:
-            assert weights.patch_base() is None
-            with pytest.raises(PatchBaseError, match="version 7 has no patch") as none:
-                weights.apply_patch(replica, base=6)
-            assert none.value.base is None
-            weights.load_into(replica)
-        before = many(20, 2)
-        with torch.no_grad():
-            model.p1.add_(1)  # type: ignore[operator]
-        publisher.publish(version=8)
-        with subscriber.latest(timeout=5) as weights:
-            with pytest.raises(PatchBaseError, match="for version 7 alone, the model has"):
-                weights.apply_patch(before, base=6)
-            assert same(before, many(20, 2))
-            assert weights.apply_patch(replica, base=7) > 0
-            assert same(replica, model)
-            (row,) = read_pool(bus_name, "weights").readers
-            assert (row.applied_version, row.refused_version) == (8, None)
-            with pytest.raises(DamagedError, match="was not version 7"):
-                weights.apply_patch(before, base=7)
-            (row,) = read_pool(bus_name, "weights").readers
-            assert (row.applied_version, row.refused_version) == (None, 8)
-
-
-def test_fused_and_cast_parts_follow(publishers: MakePublisher, bus_name: str, seed: int) -> None:
-    made = torch.Generator().manual_seed(seed)
-    model = torch.nn.Module()
-    model.register_parameter("qkv", torch.nn.Parameter(torch.randn(96, 64)))
-    model.register_parameter("o", torch.nn.Parameter(torch.randn(64, 32)))
-    slices = {f"{name}": Slice("qkv", 0, 32 * i, 32) for i, name in enumerate("qkv")}
-    publisher = publishers(ModuleSource(model, slices=slices))
-    parts = {name: torch.zeros(32, 64) for name in "qkv"} | {"o": torch.zeros(64, 32)}
-    wide = {"qkv": torch.zeros(96, 64, dtype=torch.float64), "o": torch.zeros(64, 32)}
-    with (
-        WeightSubscriber(bus_name, patches=True) as one,
-        WeightSubscriber(bus_name, patches=True) as other,
-    ):
-        for version in range(4):
-            step(model, made, 0.01)
-            publisher.publish(version=version)
-            with one.latest(timeout=5) as weights:
-                weights.load_into(parts)
-                assert weights.loaded == ("patch" if version else "whole")
-            with other.latest(timeout=5) as weights:
-                weights.load_into(wide, cast=True)
-                assert weights.loaded == ("patch" if version else "whole")
-            assert bits(torch.cat([parts[name] for name in "qkv"])) == bits(model.qkv)  # type: ignore[arg-type]
-            assert bits(wide["qkv"]) == bits(model.qkv.double())  # type: ignore[operator, union-attr]
-            assert bits(parts["o"]) == bits(wide["o"]) == bits(model.o)  # type: ignore[arg-type]
-
-
-def test_restarted_weights_are_no_base(bus_name: str, publishers: MakePublisher) -> None:
-    replica = many(20, 9)
-    with WeightSubscriber(bus_name, patches=True) as subscriber:
-        for round_ in range(2):
-            model = many(20, round_)
-            with publishers(model) as publisher:
-                for version in range(2):
-                    publisher.publish(version=10 * round_ + version)
-                    subscriber.wait(newer_than=10 * round_ + version - 1, timeout=5)
-                    with subscriber.latest(timeout=5) as weights:
-                        weights.load_into(replica)
-                        assert weights.loaded == ("patch" if version else "whole")
-                    assert same(model, replica)
+    for version in range(8):
+        step(model, made, 0.01)
+        if version in (3, 6):
+            change(model)
+        publisher.publish(version=version)
+        mirror.next()
+        mirror.load(replica)
+        assert same(model, replica), f"version {version}"
 
 
 KILLED = """
@@ -305,46 +203,38 @@ with WeightPublisher(sys.argv[1], ModuleSource(model), patches=0.3, keep=True) a
     while True:
         version += 1
         step(model, made, 0.02)
-        publisher.publish(version=version, text=str(hash(tuple(
-            tensor.view(torch.uint8).sum().item() for tensor in model.state_dict().values()))))
+        publisher.publish(version=version)
 """
 
 
-def test_killed_patchers_leave_whole_versions(bus_name: str, spawn: Spawner, seed: int) -> None:
+def test_killed_patchers_leave_whole_versions(mirror: Mirror, spawn: Spawner, seed: int) -> None:
     rng = random.Random(seed)
-    replica = many(200, 0)
     patched = 0
-    try:
-        with WeightSubscriber(bus_name, patches=True) as subscriber:
-            for turn in range(3):
-                child = spawn.script(KILLED, bus_name, str(Path(__file__).parent), turn * 100_000)
-                child.expect("ready")
-                for _ in range(rng.randint(10, 30)):
-                    newest = subscriber.wait(timeout=20)
-                    with subscriber.latest(timeout=5) as weights:
-                        weights.load_into(replica)
-                        patched += weights.loaded == "patch"
-                        views = {name: bits(weights[name]) for name in weights}
-                        state = {name: bits(it) for name, it in replica.state_dict().items()}
-                        assert views == state and weights.version >= newest
-                child.kill()
-    finally:
-        Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
+    bus = f"{mirror.bus}.t"
+    with WeightSubscriber(bus) as subscriber:
+        for turn in range(3):
+            child = spawn.script(KILLED, bus, str(Path(__file__).parent), turn * 100_000)
+            child.expect("ready")
+            newest = subscriber.wait(timeout=20)
+            for _ in range(rng.randint(10, 30)):
+                newest = subscriber.wait(newer_than=newest, timeout=20)
+                patched += mirror.next() == "patch"
+            child.kill()
     assert patched > 5
 
 
-def scribble(path: Path, weights: Weights, rng: random.Random) -> None:
-    """Change a byte of the patch of a version that is leased."""
-    lease = weights._open()._lease  # type: ignore[attr-defined]
+def scribble(path: Path, lease: VersionLease, rng: random.Random) -> None:
+    """Change a byte of a leased version's patch."""
     bus = path.name.removeprefix("shmbus-weights.")
+    found = _core.pool_patch_bytes(lease.buffer)
+    assert found is not None
     with contextlib.closing(open_pool(bus, "weights", read_only=True)) as pool:
         slots = pool.file_bytes - pool.max_slots * pool.slot_stride
         end = slots + (lease.buffer.slot + 1) * pool.slot_stride
-        used = lease.patch().size
         # What is behind the payload, the meta and the digests, a page each; its first bytes.
         begin = end - pool.slot_stride + -(-pool.slot_bytes // 4096) * 4096
         begin += -(-pool.meta_bytes // 4096) * 4096 + 4096
-    at = begin + rng.randrange(used)
+    at = begin + rng.randrange(len(found[1]))
     with path.open("r+b") as file:
         file.seek(at)
         (old,) = file.read(1)
@@ -352,22 +242,24 @@ def scribble(path: Path, weights: Weights, rng: random.Random) -> None:
         file.write(bytes([old ^ 0x55]))
 
 
-def test_scribbled_patches_are_refused(bus_name: str, publishers: MakePublisher, seed: int) -> None:
+def test_scribbled_patches_are_refused(
+    publishers: MakePublisher, mirror: Mirror, seed: int
+) -> None:
     rng = random.Random(seed)
     made = torch.Generator().manual_seed(seed)
     model, replica = many(60, 1), many(60, 2)
     publisher = publishers(model)
-    path = Path(pool_path(bus_name, "weights"))
-    with WeightSubscriber(bus_name, patches=True) as subscriber:
+    bus = f"{mirror.bus}.t"
+    with PoolReader(bus, "weights") as reader:
         for version in range(20):
             step(model, made, 0.02)
             publisher.publish(version=version)
-            with subscriber.latest(timeout=5) as weights:
+            with reader.latest(timeout=5) as lease:
                 if version % 3 == 2:
-                    scribble(path, weights, rng)
-                weights.load_into(replica)
-                views = {name: bits(weights[name]) for name in weights}
-                assert views == {name: bits(it) for name, it in replica.state_dict().items()}
+                    scribble(Path(pool_path(bus, "weights")), lease, rng)
+                harmed = version == 0 or version % 3 == 2
+                assert mirror.follow(lease) == ("whole" if harmed else "patch")
+            mirror.load(replica)
             assert same(model, replica)
 
 
@@ -469,75 +361,45 @@ def publish_all(publishers: list[WeightPublisher], version: int) -> list[int | N
     return told
 
 
-def part(model: torch.nn.Module, dim: int, rank: int, world: int) -> dict[str, torch.Tensor]:
-    """What a server of a tensor-parallel group has of a model."""
-    return {piece.name: piece.tensor for piece in Shards(model, dim).iter_local(rank, world)}
-
-
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_all_layouts_patch_one_model(world: int, dim: int, bus_name: str, seed: int) -> None:
+def test_all_layouts_patch_one_model(
+    world: int, dim: int, publishers: MakePublisher, mirror: Mirror, seed: int
+) -> None:
     made = torch.Generator().manual_seed(seed)
-    model, replica = Whole(), Whole()
-    publishers = [
-        WeightPublisher(
-            bus_name, Shards(model, dim), rank=rank, world_size=world, patches=0.3, timeout=30
-        )
+    model = Whole()
+    ranks = [
+        publishers(Shards(model, dim), rank=rank, world_size=world, patches=0.3, timeout=30)
         for rank in range(world)
     ]
-    try:
-        with WeightSubscriber(bus_name, patches=True) as subscriber:
-            for version in range(RANK_VERSIONS):
-                step(model, made, 0.02)
-                told = publish_all(publishers, version)
-                assert [it is None for it in told] == [version == 0] * world
-                with subscriber.latest(timeout=5) as weights:
-                    weights.load_into(replica)
-                    assert weights.loaded == ("patch" if version else "whole")
-                    views = {name: weights[name] for name in weights}
-                    for servers in (1, 2, 4):
-                        for server in range(servers):
-                            wanted = part(model, dim, server, servers)
-                            found = torch.nn.Module()
-                            for name, view in views.items():
-                                found.register_buffer(name, view)
-                            for name, value in part(found, dim, server, servers).items():
-                                assert bits(value) == bits(wanted[name])
-                    del views, view, found
-                state = model.state_dict()
-                assert all(bits(it) == bits(state[n]) for n, it in replica.state_dict().items())
-    finally:
-        for publisher in reversed(publishers):
-            publisher.close()
-        Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
+    for version in range(RANK_VERSIONS):
+        step(model, made, 0.02)
+        told = publish_all(ranks, version)
+        assert [it is None for it in told] == [version == 0] * world
+        assert mirror.next() == ("patch" if version else "whole")
+        with WeightSubscriber(mirror.bus) as reader, reader.latest(timeout=5) as weights:
+            for name, value in model.state_dict().items():
+                assert bits(weights[name]) == bits(value), name
 
 
-def test_a_full_patch_of_a_rank_leaves_the_version_whole(bus_name: str, seed: int) -> None:
+def test_a_full_patch_of_a_rank_leaves_the_version_whole(
+    publishers: MakePublisher, mirror: Mirror, seed: int
+) -> None:
     made = torch.Generator().manual_seed(seed)
     model, replica = Whole(), Whole()
-    publishers = [
-        WeightPublisher(
-            bus_name, Shards(model, 0), rank=rank, world_size=2, patches=0.3, timeout=30
-        )
+    ranks = [
+        publishers(Shards(model, 0), rank=rank, world_size=2, patches=0.3, timeout=30)
         for rank in range(2)
     ]
-    loaded = []
-    try:
-        with WeightSubscriber(bus_name, patches=True) as subscriber:
-            for version in range(6):
-                step(model, made, 0.01)
-                if version == 2:  # all that rank 1 has, and no more
-                    with torch.no_grad():
-                        for value in model.parameters():
-                            value[-(value.shape[0] // 2) :] += 1
-                publish_all(publishers, version)
-                with subscriber.latest(timeout=5) as weights:
-                    weights.load_into(replica)
-                    loaded.append(weights.loaded)
-                state = model.state_dict()
-                assert all(bits(it) == bits(state[n]) for n, it in replica.state_dict().items())
-    finally:
-        for publisher in reversed(publishers):
-            publisher.close()
-        Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
-    assert loaded == ["whole", "patch", "whole", "whole", "patch", "patch"]
+    how = []
+    for version in range(6):
+        step(model, made, 0.01)
+        if version == 2:  # all that rank 1 has, and no more
+            with torch.no_grad():
+                for value in model.parameters():
+                    value[-(value.shape[0] // 2) :] += 1
+        publish_all(ranks, version)
+        how.append(mirror.next())
+        mirror.load(replica)
+        assert same(model, replica)
+    assert how == ["whole", "patch", "whole", "whole", "patch", "patch"]

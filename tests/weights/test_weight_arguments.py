@@ -93,7 +93,6 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (lambda g: g.reader.at("7"), r"TypeError: ^\w+: expected"),
     (lambda g: g.reader.at(1 << 70), r"ValueError: ^\w+: expected"),
     (lambda g: g.reader.latest(timeout=0).report_refused(5), r"TypeError: ^\w+: expected"),
-    (lambda g: g.reader.latest(timeout=0).apply_patch({}, base="7"), r"TypeError: ^\w+: expected"),
     (lambda g: g.reader.latest(timeout=0).load_into([BYTES]), r"TypeError: ^\w+: expected"),
     *(
         (lambda g, c=call, m=model: c(g.bus, m), r"TypeError: model: expected a torch\.nn\.Module")  # type: ignore[misc]

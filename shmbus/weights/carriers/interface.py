@@ -18,7 +18,6 @@ from shmbus.pool import VersionWrite, WhenHeld
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patch_policy import VersionChanges
 from shmbus.weights.weight_source import LocalPiece
 
 KIND: Final = "weights"
@@ -112,10 +111,6 @@ class CarriedVersion(Protocol):
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Speed up copies to the devices where possible; never fail."""
         return
-
-    def patch(self) -> VersionChanges | None:
-        """Return the changes since the previous version; None without a patch."""
-        return None
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests of some blocks, or of every block."""
@@ -251,11 +246,6 @@ class VersionMemory:
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Speed up copies to the devices where possible."""
-
-    def patch(self, manifest: Manifest) -> VersionChanges | None:
-        """Return the changes since the previous version, if present."""
-        del manifest
-        return None
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests of some blocks, or of every block."""

@@ -35,7 +35,6 @@ from shmbus.weights.carriers.interface import (
 from shmbus.weights.errors import MANIFEST_CODE, TORN_CODE, UNUSABLE
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
-from shmbus.weights.patch_policy import VersionChanges
 
 #: Seconds between two attempts to open a missing pool.
 _RETRY_S: Final = 0.05
@@ -64,14 +63,6 @@ class SlotReader(VersionMemory):
         """Register the slot with CUDA, once, for copies to a device."""
         if any(device.type == "cuda" for device in devices):
             self._registered.add(payload_tensor(self._lease.buffer), read_only=True)
-
-    def patch(self, manifest: Manifest) -> VersionChanges | None:
-        """Return the changes since the previous version; None for a missing or damaged patch."""
-        try:
-            found = self._lease.patch()
-        except DamagedError:
-            return None
-        return None if found is None else VersionChanges(found, manifest, self._lease)
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests."""
@@ -129,10 +120,6 @@ class PooledVersion(CarriedVersion):
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Speed up copies to the devices where possible."""
         self._memory.prepare(devices)
-
-    def patch(self) -> VersionChanges | None:
-        """Return the changes since the previous version; None without a patch."""
-        return self._memory.patch(self.manifest)
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests of some blocks, or of every block."""

@@ -353,134 +353,6 @@ static PyObject *py_pool_patch_is_made(PyObject *Py_UNUSED(module), PyObject *ar
     return PyBool_FromLong(self->patch.base != NULL);
 }
 
-static PyObject *describe_run(uint32_t rank, uint64_t place, const struct patch_run *run) {
-    return Py_BuildValue("(IKKKKKIKK)", rank, U64(place), U64(run->offset), U64(run->rows),
-                         U64(run->row_bytes), U64(run->stride), run->width, U64(run->changes),
-                         U64(run->bytes));
-}
-
-/* Append the runs of a rank's patch; false with an exception, or without one for a damaged
- * patch. */
-static bool add_runs(PyObject *list, const PoolLeaseObject *self, uint32_t rank) {
-    struct patch_view view;
-    struct patch_run run;
-    const uint8_t *stream;
-    uint32_t count = 0;
-    bool found;
-    Py_BEGIN_ALLOW_THREADS
-    found = patch_find(&self->pool->c, self->slot, &self->row, rank, &view);
-    Py_END_ALLOW_THREADS
-    if (!found) {
-        return false;
-    }
-    const uint8_t *at = view.runs;
-    for (;;) {
-        uint64_t place = (uint64_t)(at - view.runs);
-        if (!patch_next(&view, &at, &run, &stream)) {
-            break;
-        }
-        struct patch_shape shape = {run.rows, run.row_bytes, run.stride, run.width};
-        if (!patch_fits(run.offset, &shape, self->row.bytes)) {
-            return false;
-        }
-        PyObject *item = describe_run(rank, place, &run);
-        bool added = item != NULL && PyList_Append(list, item) == 0;
-        Py_XDECREF(item);
-        if (!added) {
-            return false;
-        }
-        count++;
-    }
-    return at == view.end && count == view.count;
-}
-
-/* pool_patch_runs(lease): (base sequence, base version, runs), fully checked; None for a version
- * without a patch, False for a damaged patch. */
-static PyObject *py_pool_patch_runs(PyObject *Py_UNUSED(module), PyObject *args) {
-    PoolLeaseObject *self;
-    if (!PyArg_ParseTuple(args, "O!", &PoolLeaseType, &self) || !py_pool_lease_is_readable(self)) {
-        return NULL;
-    }
-    if (self->row.base_sequence == 0) {
-        Py_RETURN_NONE;
-    }
-    PyObject *list = PyList_New(0);
-    if (list == NULL) {
-        return NULL;
-    }
-    for (uint32_t rank = 0; rank < self->row.ranks; rank++) {
-        if (!add_runs(list, self, rank)) {
-            Py_DECREF(list);
-            return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
-        }
-    }
-    return Py_BuildValue("(KLN)", U64(self->row.base_sequence), (long long)self->row.base_version,
-                         list);
-}
-
-/* Reread the run at a place of a rank's patch from the slot: shared memory may change. */
-static bool run_at(const PoolLeaseObject *self, uint32_t rank, uint64_t place,
-                   struct patch_run *run, const uint8_t **stream) {
-    const struct pool *pool = &self->pool->c;
-    uint32_t ranks = self->row.ranks;
-    if (self->row.base_sequence == 0 || rank >= ranks) {
-        return false;
-    }
-    uint64_t share = pool_patch_share(pool, ranks), head = sizeof(struct patch_head);
-    if (share < head || place > share - head) {
-        return false;
-    }
-    const uint8_t *start = pool_patches(pool, self->slot) + rank * share;
-    struct patch_view view = {.runs = start + head, .end = start + share};
-    const uint8_t *at = view.runs + place;
-    if (!patch_next(&view, &at, run, stream)) {
-        return false;
-    }
-    struct patch_shape shape = {run->rows, run->row_bytes, run->stride, run->width};
-    return patch_fits(run->offset, &shape, self->row.bytes);
-}
-
-/* pool_patch_apply(lease, rank, place, target, offset): apply a run to a buffer of the version's
- * bytes from `offset` on. True if the buffer held the base's bytes; on False some bytes may already
- * differ. */
-static PyObject *py_pool_patch_apply(PyObject *Py_UNUSED(module), PyObject *args) {
-    PoolLeaseObject *self;
-    unsigned int rank;
-    unsigned long long place, offset;
-    Py_buffer target;
-    if (!PyArg_ParseTuple(args, "O!IKw*K", &PoolLeaseType, &self, &rank, &place, &target,
-                          &offset)) {
-        return NULL;
-    }
-    struct patch_run run;
-    const uint8_t *stream;
-    PyObject *result = NULL;
-    if (!py_pool_lease_is_readable(self)) {
-        goto done;
-    }
-    struct patch_shape shape = {0};
-    bool good = run_at(self, rank, place, &run, &stream) && run.offset >= offset;
-    if (good) {
-        shape = (struct patch_shape){run.rows, run.row_bytes, run.stride, run.width};
-        good = patch_fits(run.offset - offset, &shape, (uint64_t)target.len);
-    }
-    if (!good) {
-        PyErr_Format(PyExc_ValueError,
-                     "patch: expected a run of rank %u inside %zd bytes from %llu on, found none "
-                     "at place %llu",
-                     rank, target.len, offset, place);
-        goto done;
-    }
-    struct patch_in in = {.at = stream, .end = stream + run.bytes};
-    Py_BEGIN_ALLOW_THREADS
-    good = patch_apply(&in, &shape, (uint8_t *)target.buf + (run.offset - offset));
-    Py_END_ALLOW_THREADS
-    result = PyBool_FromLong(good && in.at == in.end && in.base_digest == run.base_digest);
-done:
-    PyBuffer_Release(&target);
-    return result;
-}
-
 /* ---- A patch as bytes, to carry a version to a second pool with the same base: the runs of every
  * rank in order, with their streams. */
 /* The next run of a patch's bytes, checked against a version of `bytes` bytes; false at the end or
@@ -591,34 +463,14 @@ static PyObject *py_pool_patch_crc(PyObject *Py_UNUSED(module), PyObject *args) 
     return good ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
 }
 
-/* pool_same(one, other): True if two buffers hold equal bytes. */
-static PyObject *py_pool_same(PyObject *Py_UNUSED(module), PyObject *args) {
-    Py_buffer one, other;
-    if (!PyArg_ParseTuple(args, "y*y*", &one, &other)) {
-        return NULL;
-    }
-    bool same = one.len == other.len;
-    if (same) {
-        Py_BEGIN_ALLOW_THREADS
-        same = memcmp(one.buf, other.buf, (size_t)one.len) == 0;
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&one);
-    PyBuffer_Release(&other);
-    return PyBool_FromLong(same);
-}
-
 PyMethodDef py_pool_patch_functions[] = {
     {"pool_begin", py_pool_begin, METH_VARARGS, NULL},
     {"pool_join", py_pool_join, METH_VARARGS, NULL},
     {"pool_copy", py_pool_copy, METH_VARARGS, NULL},
     {"pool_patch_put", py_pool_patch_put, METH_VARARGS, NULL},
     {"pool_patch_is_made", py_pool_patch_is_made, METH_VARARGS, NULL},
-    {"pool_patch_runs", py_pool_patch_runs, METH_VARARGS, NULL},
-    {"pool_patch_apply", py_pool_patch_apply, METH_VARARGS, NULL},
     {"pool_patch_bytes", py_pool_patch_bytes, METH_VARARGS, NULL},
     {"pool_patch_take", py_pool_patch_take, METH_VARARGS, NULL},
     {"pool_patch_crc", py_pool_patch_crc, METH_VARARGS, NULL},
-    {"pool_same", py_pool_same, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
