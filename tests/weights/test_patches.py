@@ -1,7 +1,5 @@
 """Patches: a model that follows the trainer by what changed is the trainer's, bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
