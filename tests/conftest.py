@@ -9,8 +9,6 @@ Invariants:
 - Whatever waits has a deadline, and says what it waited for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gc

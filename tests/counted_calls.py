@@ -1,7 +1,5 @@
 """Counted work of a child program: system calls, which tests compare instead of times."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Counted work: the bytecode instructions that a call executes, a measure without a clock."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

@@ -5,8 +5,6 @@ the page leaves to its reader. Of the block itself only the name of the bus is r
 `tests/house/test_pages.py` finds blocks that no test runs.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

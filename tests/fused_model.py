@@ -4,8 +4,6 @@ Fused q, k, v by head group, fused gate and up, rows and columns narrowed by ran
 vocabulary, experts in one stack. `load_weights` takes a checkpoint's tensors in any order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Answers over HTTP as a test reads them from a socket, byte for byte."""
 
-from __future__ import annotations
-
 import json
 import socket
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Requests as they go over the wire, for clients that start fast: they are killed often."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct

@@ -4,8 +4,6 @@ Invariant: a command runs as a process of its own, as users start it; its output
 One that is refused as wrong usage may run in the test's process: it ends before it does anything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Tables of refused calls, and of wrong values by the kind of an argument."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Invariant: no process outlives the program that forked the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """A server of this process, in a loop and a thread of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

@@ -8,8 +8,6 @@ tokens that are the prompt's word. What every trainer must have done with it is 
 ledger, and its parameters.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

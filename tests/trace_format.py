@@ -1,7 +1,5 @@
 """What the Trace Event Format asks of events, so that viewers show what was meant."""
 
-from __future__ import annotations
-
 import numbers
 from collections import defaultdict
 from typing import Any

@@ -11,8 +11,6 @@ Invariants:
 - A cell says what tests did. Where none ran it says so, and where one failed, how many did.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

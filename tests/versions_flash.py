@@ -4,8 +4,6 @@ Not collected by the suite: ``make versions`` runs it in environments that have 
 files. Their CUDA extension is not there, so modules are loaded beside it, and no kernel runs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import sys

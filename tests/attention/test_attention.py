@@ -1,7 +1,5 @@
 """Attention over packed batches against plain float64 attention of single sequences."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from inspect import signature

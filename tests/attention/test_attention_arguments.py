@@ -1,7 +1,5 @@
 """Arguments of attention that do not fit are refused by their names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

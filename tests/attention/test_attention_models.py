@@ -1,7 +1,5 @@
 """Attention inside of models: compiled without a graph break, and as transformers calls it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

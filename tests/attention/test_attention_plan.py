@@ -1,7 +1,5 @@
 """The plan of a packed batch: who shares a call, and that each token has its one place in it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

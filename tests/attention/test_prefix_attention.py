@@ -1,7 +1,5 @@
 """Attention over shared prefixes: each row as in every sequence alone, forward and gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

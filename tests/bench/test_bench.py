@@ -1,7 +1,5 @@
 """Rows of the benchmark: their one form, their targets, real small runs; no time is asserted."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ A contender that is not installed here is skipped by name. The two that start a 
 server of Atropos, run in environments of their own, which a test has not.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A contender that is not installed here is skipped by name. No time is asserted.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Instruction counts of the hot path: what is a regression, and that counts are the same twice."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

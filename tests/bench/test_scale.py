@@ -1,7 +1,5 @@
 """The scale report: its exponents, and its short form on real buses; no cost is asserted."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

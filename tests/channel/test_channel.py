@@ -1,7 +1,5 @@
 """A channel of bytes: order, acknowledgement, ends, bad input, and the bytes of its layout."""
 
-from __future__ import annotations
-
 import os
 import struct
 import threading

@@ -1,7 +1,5 @@
 """Channels between ranks: whose turn it is, who is passed over, and what comes again."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterable, Iterator

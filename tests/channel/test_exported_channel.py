@@ -1,7 +1,5 @@
 """Steps in the sender's own memory, exported: a memfd on any machine, device memory on a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A forked child and its parent's handles: they say what they are there, whoever used them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

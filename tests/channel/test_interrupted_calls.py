@@ -1,7 +1,5 @@
 """What is raised in the middle of a call of a channel, at any event of it: no step is lost."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path

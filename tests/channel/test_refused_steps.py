@@ -1,7 +1,5 @@
 """What cannot be sent is refused by name before anything of it is stated or read."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

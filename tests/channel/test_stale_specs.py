@@ -1,7 +1,5 @@
 """What a side has stated goes with it: a successor with other specs is no mismatch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

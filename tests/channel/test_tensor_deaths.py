@@ -1,7 +1,5 @@
 """Sides of a tensor channel, killed in a phase of a step: told at once, and succeeded."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tensors of every kind arrive bit for bit: dtypes, ranks, views, many small and large ones."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Iterator

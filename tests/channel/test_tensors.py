@@ -1,7 +1,5 @@
 """Tensors through a channel: bit for bit, specs on both sides, and what a caller may hand in."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

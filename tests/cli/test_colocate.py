@@ -1,7 +1,5 @@
 """``shmbus colocate``: shares, the environment of MPS, and a daemon that a script stands in for."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Segments that go with a bus, such as the demo's weights: nothing takes one for a bus."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

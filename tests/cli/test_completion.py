@@ -1,7 +1,5 @@
 """Mistyped commands, and completion in a real shell."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

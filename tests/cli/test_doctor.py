@@ -1,7 +1,5 @@
 """``shmbus doctor``: findings with hints, and an exit status that scripts can use."""
 
-from __future__ import annotations
-
 import os
 import pwd
 from pathlib import Path

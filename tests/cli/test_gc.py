@@ -1,7 +1,5 @@
 """``shmbus gc`` and ``shmbus list``: a bus in use is never touched, in any state."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """``shmbus inspect``: every record and what holds it, of any segment, in any state."""
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -1,7 +1,5 @@
 """Commands that other packages add: found by their entry points, and harmless when broken."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import re

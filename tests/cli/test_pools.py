@@ -1,7 +1,5 @@
 """What the commands say of slot pools beside a bus."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

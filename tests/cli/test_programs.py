@@ -1,7 +1,5 @@
 """Programs that a command starts are those of its own package, wherever it is started."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``shmbus rm``: a bus goes with all its files, or nothing goes; never under somebody's feet."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Seconds at the command line: one message for a bad value, whichever command it is."""
 
-from __future__ import annotations
-
 import argparse
 import math
 

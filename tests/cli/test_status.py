@@ -1,7 +1,5 @@
 """``shmbus status``: the ledger balances, liveness is proved, any file is a safe thing to ask."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -1,7 +1,5 @@
 """``shmbus top``: on a real pseudo-terminal, which is whole again afterwards, however it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """``shmbus trace``: a file for Perfetto of what a bus did, while it was looked at and before."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Wrong settings at the command line: a message with the next step, its status, nothing made."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

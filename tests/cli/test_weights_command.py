@@ -1,7 +1,5 @@
 """``shmbus weights``: what there is, who runs what, and why not."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

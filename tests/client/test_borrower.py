@@ -1,7 +1,5 @@
 """Borrowing: trajectories made from places, under locks that outlive the daemon, not the client."""
 
-from __future__ import annotations
-
 import gc
 import random
 import socket

@@ -1,7 +1,5 @@
 """A client's leases without a daemon: locks, messages, and what a reconnect changes."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 

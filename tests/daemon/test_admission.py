@@ -1,7 +1,5 @@
 """Admission: a Hello that does not fit is refused with what was expected and what to do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """The daemon as its clients see it: the same groups as embedded, and no harm from bad clients."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

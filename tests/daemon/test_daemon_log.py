@@ -1,7 +1,5 @@
 """The daemon's log: what clients cause is told once, and then summed up."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Ranks: shards of one step are disjoint and decided once; a rank's successor gets its groups."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

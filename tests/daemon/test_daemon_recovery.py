@@ -1,7 +1,5 @@
 """Leases of a stopped trainer over a restart of the daemon: no other client gets its groups."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Sequence

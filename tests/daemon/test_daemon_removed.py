@@ -1,7 +1,5 @@
 """A bus that was removed under its daemon: clients are told, and the daemon ends in order."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Clients that give their connection up and return: the daemon knows what they really hold."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a daemon remembers: who came and died, what became of groups, where one group is now."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

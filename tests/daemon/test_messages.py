@@ -1,7 +1,5 @@
 """Control messages: they survive a round trip, all else is refused, and frames are bounded."""
 
-from __future__ import annotations
-
 import random
 import struct
 

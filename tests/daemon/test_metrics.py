@@ -1,7 +1,5 @@
 """Metrics and health over real HTTP: what a scrape reports, and what bad clients cannot do."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Polls through a daemon, `take(timeout=0)`: true at once, and nobody else's loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

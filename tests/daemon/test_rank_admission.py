@@ -1,7 +1,5 @@
 """Who may attach beside whom: ranks, consumers without one, and what each is told."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Ranks that wait: the daemon tries to form a step once a group, whatever their number."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

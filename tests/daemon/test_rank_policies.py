@@ -1,7 +1,5 @@
 """What a daemon promises without ranks holds with them: policies, and a status without riddles."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import ExitStack

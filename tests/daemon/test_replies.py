@@ -1,7 +1,5 @@
 """Replies to a client: in order and whole, whoever sends them and however slowly they are read."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

@@ -1,7 +1,5 @@
 """The thread that the ring wakes: it leases without the loop, and its errors end the daemon."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

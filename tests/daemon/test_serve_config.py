@@ -1,7 +1,5 @@
 """Settings of ``shmbus serve``: which source wins, what is refused, and the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

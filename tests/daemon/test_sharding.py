@@ -1,7 +1,5 @@
 """Sharding: disjoint, balanced within the stated bounds, and a function of nothing else."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Buffers that grow while others read them: by generation, in host memory, on any machine."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """File descriptors between processes: to this user's only, once for each that asks."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Device memory between processes, on a GPU: whole, whoever closes or dies first."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

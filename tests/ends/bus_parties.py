@@ -9,8 +9,6 @@ Invariants:
 - What a life says (`Task.say`) is said once it is done; the audit counts on nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import zlib

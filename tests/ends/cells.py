@@ -4,8 +4,6 @@ Invariant: every cell of the product either runs or has a reason why there is no
 value that is added to an axis fails test_ends.py until each of its cells has one of the two.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Invariant: what a party opened is referred to by nothing but the `Held` of each 
 script's own names once `bind` has put it there; so the end that is asked for is the one that comes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -6,8 +6,6 @@ what it has once more, and ends. A peer opens what it can before, says "there", 
 "held" is there; it closes what is to be closed once "met" is there, and the others at SIGTERM.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -3,8 +3,6 @@
 Invariant: a version's elements are its number, and a step's its number, so that a torn one is seen.
 """
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable

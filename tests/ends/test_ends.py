@@ -6,8 +6,6 @@ The short form has all parties of a way in one process, with some cells of most.
 SHMBUS_TEST_ENDS=all has all cells of a room in fresh interpreters, and each in its own processes.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

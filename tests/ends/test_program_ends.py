@@ -3,8 +3,6 @@
 A cell is (signal, what it held, what its other side did), as in cells.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

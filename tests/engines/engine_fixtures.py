@@ -1,7 +1,5 @@
 """What the tests of servers share: servers of their own, and a trainer's publisher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 Source: sglang/srt/managers/io_struct.py, sglang/srt/utils/common.py of SGLang 0.5.23.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import io

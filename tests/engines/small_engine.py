@@ -4,8 +4,6 @@ Each version fills the model with its number, and a completion is the numbers me
 with {step: kind} has the next call of a step fail: "500", "503", "close", "hang", "die", "stop".
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

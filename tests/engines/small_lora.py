@@ -1,7 +1,5 @@
 """A small server that loads adapters by path; its fault "lie" answers 200 without a load."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server that reads its weights when it starts: ``python small_restarted.py PATH PORT``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 Faults: "lie" (no rank was told), "cache" (new weights, answer failure), "break" (a bad tensor).
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import types

@@ -1,7 +1,5 @@
 """A small server with vLLM's pause routes, whose model is the trainer's own memory."""
 
-from __future__ import annotations
-
 import torch
 from aiohttp import web
 from small_vllm import SmallVllm

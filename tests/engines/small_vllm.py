@@ -4,8 +4,6 @@ Faults: "lie" (200 without effect), "refuse" (a partial load), "slow" (a start a
 "aside" (a late lookup of a rank).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A request's salt keeps an engine from serving it what older weights have cached."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Updates by vLLM's four calls alone: whole versions, or the earlier version, by the rows."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from typing import Any

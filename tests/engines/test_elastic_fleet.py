@@ -1,7 +1,5 @@
 """Servers join and leave a fleet, and those that come back get what the others run."""
 
-from __future__ import annotations
-
 import asyncio
 import traceback
 from collections.abc import Callable

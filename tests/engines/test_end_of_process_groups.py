@@ -1,7 +1,5 @@
 """A server's processes end in order: the server, its workers, and the resource tracker last."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Wrong arguments of fleets, servers and updates: refused by name before anybody is asked."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

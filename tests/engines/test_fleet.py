@@ -1,7 +1,5 @@
 """Updates of a fleet of real servers, with faults at each step: no half a model, no hang."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from typing import Any

@@ -1,7 +1,5 @@
 """A fleet with servers on other nodes, which read what a relay carries to a bus of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator

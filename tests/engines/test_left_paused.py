@@ -1,7 +1,5 @@
 """What was left paused stays named until it was resumed with a whole model, whoever updates."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

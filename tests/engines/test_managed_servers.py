@@ -1,7 +1,5 @@
 """A server that this process manages runs the newest checkpoint, and ends with this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """An engine's loader runs once; what it did stands for it, bit for bit, or it is run again."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence

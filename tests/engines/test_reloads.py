@@ -1,7 +1,5 @@
 """Servers that read a checkpoint by its path: the newest, or the one before, or paused."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

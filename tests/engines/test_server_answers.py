@@ -1,7 +1,5 @@
 """Fleets and servers as they are used by hand: odd answers, odd arguments, any loop and thread."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """A server ends, or stops, at each request of an update: the others go on, and it is named."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SGLang servers: each request is decoded as by SGLang, each answer is understood."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import logging

@@ -1,7 +1,5 @@
 """Steps of a trainer that has one copy of the model with servers in flight: paused, never mixed."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """No state that older weights made answers after an update: renewed, warned of, or refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A trainer dies at each request of an update: the next caller ends the pause by equal rules."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -5,8 +5,6 @@ independent check reads each token's weights from its logprob. `SHMBUS_TEST_UPDA
 of updates.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Serving ranks are compared with the version that their rows name, and only compared."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Trainers: one in this process, and one in another that ends in the middle of an update."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The draft head's loss falls, with the gradients of tensors that never left a process."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The blocks of docs/first-hour.md run as they stand, and print what the page says."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

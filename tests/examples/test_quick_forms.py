@@ -1,7 +1,5 @@
 """Each example runs in its quick form, does what it says, leaves nothing, and is short."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import runpy

@@ -1,7 +1,5 @@
 """A stock model of transformers learns over the bus, as the file of the example says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Worker and trainer of docs/vllm.md train together; server and fleet are stand-ins."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib

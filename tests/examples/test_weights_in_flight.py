@@ -1,7 +1,5 @@
 """The example of weights in flight mixes nothing; SHMBUS_TEST_LONG=1 runs each of its ways."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

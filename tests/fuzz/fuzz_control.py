@@ -4,8 +4,6 @@ An input is a sequence of acts: a client says Hello, says something well formed,
 goes. After it all clients go, and every trajectory must be where the ledger says, none leased.
 """
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import os

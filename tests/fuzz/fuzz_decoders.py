@@ -4,8 +4,6 @@ An input's first byte chooses: meta, a dtype, heads of records, or a whole recor
 read through a Consumer.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

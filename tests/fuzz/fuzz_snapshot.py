@@ -4,8 +4,6 @@ An input is a list of edits to the files of a snapshot. Digests in the manifest 
 again afterwards, as one who forges a snapshot would, so that what lies behind them is met too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

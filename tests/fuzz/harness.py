@@ -4,8 +4,6 @@ Usage of a target: ``python TARGET.py [libFuzzer options] [corpus]`` with atheri
 ``fuzz``); ``--random SECONDS SEED FILES...`` mutates the files without it; ``--replay FILES...``.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time

@@ -1,7 +1,5 @@
 """A gateway as a process of its own, and a client of raw sockets."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The trajectory API of Atropos: shapes, statuses, groups of differing sizes, what comes back."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

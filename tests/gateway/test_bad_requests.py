@@ -1,7 +1,5 @@
 """Wrong requests get a status and a sentence, never 500; the gateway serves on."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

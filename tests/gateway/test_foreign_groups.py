@@ -1,7 +1,5 @@
 """Groups of foreign producers: answered whole, or dropped by name. None blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

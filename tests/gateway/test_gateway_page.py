@@ -1,7 +1,5 @@
 """The steps of docs/gateway.md run as they stand, with another bus, port and capacity."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

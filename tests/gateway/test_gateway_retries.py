@@ -1,7 +1,5 @@
 """A full bus, lost answers, dead trainers, environments and gateways: no loss, no double."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A gateway killed at a chosen line: its successor's knowledge, and its clients' answers."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Large bodies are put whole, in whatever pieces they come, or not."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

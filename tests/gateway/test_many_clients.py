@@ -1,7 +1,5 @@
 """Memory of a gateway under many clients (SHMBUS_GATEWAY_CLIENTS, 1000 say)."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 

@@ -1,7 +1,5 @@
 """Numbers of a body: as they were sent, or refused by name."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

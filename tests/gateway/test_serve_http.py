@@ -1,7 +1,5 @@
 """`shmbus serve --http`: the gateway beside the daemon lives and ends with it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A client that has stopped in its body keeps others from room for seconds, not for a minute."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

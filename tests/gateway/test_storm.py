@@ -3,8 +3,6 @@
 Groups answered 200 train; only the batch of a killed trainer or a dying gateway trains twice.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """What a gateway says of itself: its access log, and its metrics by route and status."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

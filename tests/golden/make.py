@@ -4,8 +4,6 @@
 only if the bytes have changed, and then they need a new SHMBUS_LAYOUT_VERSION (layout.h).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

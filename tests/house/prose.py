@@ -3,8 +3,6 @@
 Usage: ``prose.py [--sentences N] [PATH ...]``; without a path, each room and exit status 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

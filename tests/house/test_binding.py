@@ -1,7 +1,5 @@
 """How the binding is laid out: names that say the layer, what headers declare, who knows whom."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No part of the project outgrows its ceiling; a ceiling falls with the code, and never rises."""
 
-from __future__ import annotations
-
 import pytest
 from test_style import ROOT, tree
 

@@ -1,7 +1,5 @@
 """A child that a fork server starts is what a fresh interpreter would be (fork_server.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The C core as a graph of object files' symbols: calls go down only, and exports are declared."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

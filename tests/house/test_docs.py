@@ -1,7 +1,5 @@
 """Files, folders, modules and links of the documentation exist, and pages read in a column."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import re

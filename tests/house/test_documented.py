@@ -1,7 +1,5 @@
 """Public docstrings against signatures, raised errors, the stub and running examples."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

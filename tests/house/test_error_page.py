@@ -1,7 +1,5 @@
 """docs/errors.md has an entry for each public error class and drop reason, in the code's words."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

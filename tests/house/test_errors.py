@@ -1,7 +1,5 @@
 """What is refused, by which exception, in which words, and that a refusal leaves nothing behind."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math

@@ -1,7 +1,5 @@
 """The manifest and the batch script of docs/faq.md work as printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

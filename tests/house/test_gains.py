@@ -1,7 +1,5 @@
 """The form of docs/gains.md counts with the figures that are kept, and counts right."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

@@ -1,7 +1,5 @@
 """Which module may import which: no circle, and each floor only itself and lower floors."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """Every block of code on the pages of other stacks is run by a test, word for word."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

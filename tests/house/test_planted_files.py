@@ -1,7 +1,5 @@
 """Planted files under the names of our files are not followed, awaited, written or believed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

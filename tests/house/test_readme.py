@@ -1,7 +1,5 @@
 """The README's first example is run as it stands, and its figures are those of the kept run."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -1,7 +1,5 @@
 """Every public module has its names in the API reference of the site, each on one page."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Powers of another user of the machine (docs/security.md), with real uids: needs root."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

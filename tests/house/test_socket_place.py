@@ -1,7 +1,5 @@
 """What another user, or a mistake, leaves in the place of a daemon's socket: it is named."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

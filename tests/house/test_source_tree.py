@@ -1,7 +1,5 @@
 """What somebody meets who runs Python in the source tree; what the suite takes for a package."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The house rules that a machine can check: openings, layers, public names, leftovers."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

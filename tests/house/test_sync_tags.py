@@ -1,7 +1,5 @@
 """Memory orderings have two ends: each carries the same tag, and LAYOUT.md says what it orders."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A type checker finds a wrong keyword, or a wrong value, in each public call."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

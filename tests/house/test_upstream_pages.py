@@ -1,7 +1,5 @@
 """What lies ready for other projects says what was tested here: their blocks, versions, patches."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The matrix of versions: what its tables are made of, and that docs/compat.md has its rows."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@
 - A handle that was refused its arguments holds no bus.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import enum

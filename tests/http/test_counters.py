@@ -1,7 +1,5 @@
 """What a scrape reads of a server's counters."""
 
-from __future__ import annotations
-
 from shmbus.http.metrics import Metrics
 
 

@@ -1,7 +1,5 @@
 """One table of requests for every server of this package: the gateway, the recorder, the page."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

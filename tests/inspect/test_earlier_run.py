@@ -1,7 +1,5 @@
 """A new run on the bus of an earlier run: warnings before the first batch."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

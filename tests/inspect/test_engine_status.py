@@ -1,7 +1,5 @@
 """Inference servers are parties of a run: status, sentence, metrics and page name each of them."""
 
-from __future__ import annotations
-
 import urllib.request
 from collections.abc import Iterator
 

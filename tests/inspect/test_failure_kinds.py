@@ -1,7 +1,5 @@
 """A reason that anybody may write is one of a few kinds."""
 
-from __future__ import annotations
-
 import random
 import string
 

@@ -1,7 +1,5 @@
 """Sums over the last minute: never more than a minute has, and nothing of what nobody watched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import msgspec

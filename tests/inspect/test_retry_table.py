@@ -1,7 +1,5 @@
 """The table of wanted samples: whole rows only, and each request to one producer at a time."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The sentence of `shmbus status` in each state of real processes, with and without a daemon."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The watchdog: who waits on a bus where nothing moves is told so, and told why."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Trace events of a bus: what a daemon remembers becomes slices, arrows, counters and instants."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One sentence about a bus: what the bottleneck is, who causes it, and what to do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Samples in hand, and waiting time of producers and trainers, seen from outside."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

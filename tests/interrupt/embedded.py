@@ -8,8 +8,6 @@ happened already; every group is delivered once more, or was acknowledged; nothi
 nobody holds. The exception and its traceback are kept until then, as a notebook keeps them.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import random

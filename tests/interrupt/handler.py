@@ -5,8 +5,6 @@ promises it checks: the groups of batches here. A name that begins ``served-`` i
 daemon, ``rank-`` of one of two ranks; what ends in ``-prefetch`` has batches made ahead.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -4,8 +4,6 @@ Usage: ``python tests/interrupt/served.py NAME [OPERATION...]``; as `embedded.py
 it checks. The daemon is a process of its own, which nothing interrupts.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import subprocess

@@ -13,8 +13,6 @@ and the ``next_batch`` of a handler with prefetch: ``prefetch``, ``prefetch-serv
 failed for another reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -10,8 +10,6 @@ of the calls that repeat an interrupted one are interrupted too. A round is run 
 that a fault is printed with.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """A task that is cancelled in `aput` or `wait_ready` has put nothing, and harms no other task."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """A Ctrl-C while a segment is created ends as one, and leaves nothing in /dev/shm."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """An exception at any step of the handler loses no group, and the same call can be made again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The scripts of this folder run in processes of their own; each says what was wro
 interrupt. They take operations, counts and seeds, for a longer look at one of them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An exception at any step of the end of a `with` block leaves no version of a pool leased."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path

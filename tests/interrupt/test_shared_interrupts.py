@@ -1,7 +1,5 @@
 """An exception at any step of a guarded block, or of a copy's making, leaves nothing locked."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable

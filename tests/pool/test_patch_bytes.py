@@ -1,7 +1,5 @@
 """A patch as bytes takes a version from one pool to another that has its base, and to no other."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

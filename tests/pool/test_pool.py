@@ -1,7 +1,5 @@
 """A slot pool: versions, leases, rows, and what happens where a reader is slow."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

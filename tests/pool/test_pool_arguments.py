@@ -1,7 +1,5 @@
 """What is none of a pool's, a channel's or a division's arguments is refused by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Publishers and readers that are killed at any moment: nothing torn, nothing starved."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

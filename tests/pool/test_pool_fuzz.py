@@ -1,7 +1,5 @@
 """A pool with any bytes: an error or a checked version, never a crash."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bytes of a pool are those of shmbus_ext/pool/LAYOUT.md, read without shmbus's own code."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

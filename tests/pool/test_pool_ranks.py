@@ -1,7 +1,5 @@
 """Several ranks write one version: it is there when all of them are done, or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

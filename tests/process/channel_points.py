@@ -6,8 +6,6 @@ to come, whole and in order: none twice after its acknowledgement, none left out
 case.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -8,8 +8,6 @@ runs this program and judges its report.
 Usage: ``python daemon_points.py NAME [KIND: or part of cases' names [first]]``
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

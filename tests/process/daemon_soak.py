@@ -10,8 +10,6 @@ number of restarts the soak ends after so many kills of the daemon, each as soon
 trained.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

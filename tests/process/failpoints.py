@@ -5,8 +5,6 @@ process, which gets its signal at its point. The other side goes on, and audits 
 test_failpoints.py builds, runs and judges it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -4,8 +4,6 @@ As failpoints.py, whose parts it uses; test_failpoints.py builds, runs and judge
 groups of a split that it is the first to name.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from failpoints import EXTENT, meet, pattern, play, verdict
 from supervisor import Child, deadline

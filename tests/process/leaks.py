@@ -4,8 +4,6 @@ Usage: ``python tests/process/leaks.py NAME CYCLES``. Descriptors, mappings, fil
 Python objects are counted after a warm-up and at the end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -5,8 +5,6 @@ the core (shmbus_ext/base/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SI
 that pass, from 1. Names that are not listed here are left to the core.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -5,8 +5,6 @@ SHMBUS_FAILPOINT set. Then the newest version has to be whole, a successor has t
 reader has to get it. One line of JSON a case.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ process with all parties of a relay, which dies at its point, and another one th
 trainer is here, and audits the result. test_failpoints.py builds, runs and judges it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable

@@ -5,8 +5,6 @@ the collector that writes retry requests, or the producer that has taken one. Th
 the successor complete every group. test_failpoints.py builds, runs and judges it.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import mmap

@@ -10,8 +10,6 @@ Usage: ``PYTHONPATH=tests:tests/recorder python tests/process/second_fault.py NA
 SEED``, which ends after so many pairs or seconds. Prints one JSON report.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

@@ -10,8 +10,6 @@ Usage: ``PYTHONPATH=tests python tests/process/soak.py NAME SECONDS SEED [KILLS]
 of kills the soak ends after so many deaths of producers, and does mostly these.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import mmap

@@ -1,7 +1,5 @@
 """Programs of this project started with the packages of their parent."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

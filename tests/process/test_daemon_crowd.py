@@ -4,8 +4,6 @@ The suite runs short forms; SHMBUS_TEST_CROWD, SHMBUS_TEST_CYCLES and SHMBUS_TES
 groups, cycles and messages a long one has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

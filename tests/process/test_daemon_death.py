@@ -1,7 +1,5 @@
 """A daemon that dies between its grant of groups and the client's use of the grant."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

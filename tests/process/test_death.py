@@ -1,7 +1,5 @@
 """What docs/reliability.md promises of deaths and stops, with real processes and real signals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

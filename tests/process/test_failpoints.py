@@ -1,7 +1,5 @@
 """A death and a stop at every named point: core, daemon, ranks, snapshot, pool and channel."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A child that is forked while its parent's threads hold locks never waits for them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

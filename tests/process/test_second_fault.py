@@ -1,7 +1,5 @@
 """Pairs of faults over a whole system lose nothing, double nothing and change no score."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

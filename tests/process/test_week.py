@@ -1,7 +1,5 @@
 """A week of a run in little: it ends at its last step, and trains every prompt once."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

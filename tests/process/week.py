@@ -13,8 +13,6 @@ embedded trainer without a daemon. Prints one JSON report, and exits with 1 wher
 anything.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

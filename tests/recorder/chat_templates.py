@@ -1,7 +1,5 @@
 """Chat templates in the styles of model families, and a rendering in the stub engine's ids."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """A harness that knows HTTP alone, and its engine's log of the samples."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

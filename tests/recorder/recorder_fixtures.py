@@ -1,7 +1,5 @@
 """Fixtures of the recorder's tests: a bus, stub engines, recorders, and a client for one sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of the recorder share: a client without any library of its own."""
 
-from __future__ import annotations
-
 import json
 import socket
 import urllib.error

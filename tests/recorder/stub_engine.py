@@ -3,8 +3,6 @@
 A letter is a token, and 5000 stands for "th", which comes back as two tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

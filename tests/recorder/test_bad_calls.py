@@ -1,7 +1,5 @@
 """What clients, harnesses and engines get wrong: a status that says what to do, nothing trained."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

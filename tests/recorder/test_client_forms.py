@@ -1,7 +1,5 @@
 """What real clients send: accepted, or refused by a name and a status."""
 
-from __future__ import annotations
-
 import json
 import socket
 import urllib.request

@@ -1,7 +1,5 @@
 """Work on a chunk of a stream is as long as the chunk, counted in what is copied."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

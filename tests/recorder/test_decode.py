@@ -1,7 +1,5 @@
 """`decode_answers` against numpy, base64 and json done plainly, and what it says of bad answers."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

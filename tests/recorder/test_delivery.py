@@ -1,7 +1,5 @@
 """Recorded means delivered: what did not reach its client is undone, and is not made twice."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Anthropic's messages and OpenAI's responses as chat completions and back, by example."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """What engines are asked for, and how vLLM's and SGLang's forms are read and taken out again."""
 
-from __future__ import annotations
-
 import base64
 import io
 from typing import Any

@@ -1,7 +1,5 @@
 """Which engine answers: a session stays at one, and goes elsewhere while nothing has gone out."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import wait_until
 from recorders import Scene, ask, chat, refused, user

@@ -1,7 +1,5 @@
 """Threads of a worker may meet in their first answers: no type's tables are built there."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import Spawner
 

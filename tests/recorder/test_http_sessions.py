@@ -1,7 +1,5 @@
 """Sessions that a harness of any language opens, scores and fails over HTTP."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Labels of samples name the weights that sampled, or samples have no label."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

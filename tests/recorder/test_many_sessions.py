@@ -1,7 +1,5 @@
 """A thousand sessions at once, with a call of each in flight."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

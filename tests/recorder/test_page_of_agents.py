@@ -1,7 +1,5 @@
 """The page shows the sessions of agents: what runs, how long, how many turns, which engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Samples of a recorder in the batches of OnlineDataHandler: they are what the engine sampled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The versions that a call met: by the rows of its engine's ranks, which salt its prefix cache."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whoever dies, the sample is asked for again, once; nothing half-recorded is trained."""
 
-from __future__ import annotations
-
 import os
 import signal as signals
 from typing import Any

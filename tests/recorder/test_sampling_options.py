@@ -1,7 +1,5 @@
 """Sampling options of a sample's calls: in its meta, forced or required; tokens under a grammar."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A worker's session: its calls become the rows of one sample, put when it ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Stitched calls: a conversation is one row, and any doubt leaves the rendering to the engine."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -1,7 +1,5 @@
 """Rows from turns: what is joined, what begins a row, and what is trained, against an oracle."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A reset of a connection is a fault of the wire: the call is sent again, the engine stays up."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 

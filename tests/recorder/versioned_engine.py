@@ -1,7 +1,5 @@
 """An engine process whose logprobs tell its weights; `POST /load` reads the newest version."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The relay's own connections, between processes that find each other in a directory."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

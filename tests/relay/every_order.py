@@ -6,8 +6,6 @@ Invariants:
 - A violation comes with the events that lead to it, as few of them as there can be.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

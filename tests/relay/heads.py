@@ -1,7 +1,5 @@
 """Heads of records as tests write them, and a reader's records by their heads."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A life of a relay with producer and trainer, which writes acknowledged groups down."""
 
-from __future__ import annotations
-
 import time
 
 from relay.local import put_group, relay

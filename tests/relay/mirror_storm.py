@@ -3,8 +3,6 @@
 `PYTHONPATH=tests python tests/relay/mirror_storm.py --versions 1000 --faults 300`
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """Mirrors of a pool, each party in a thread of this process, and versions whose bytes are known."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Prompts of a bus under SIGKILL: `PYTHONPATH=tests python tests/relay/prompt_storm.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

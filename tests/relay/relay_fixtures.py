@@ -1,7 +1,5 @@
 """What the tests of a relay's parties are given: buses of two sources and of a trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The relay's real state machines as parts of a search: a coordinator, a sink, and two sources."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple

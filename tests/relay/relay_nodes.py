@@ -1,7 +1,5 @@
 """A relay over nodes in namespaces: `python tests/relay/relay_nodes.py SCENARIO`, as root."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

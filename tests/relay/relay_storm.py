@@ -3,8 +3,6 @@
 `PYTHONPATH=tests python tests/relay/relay_storm.py --kills 1000`
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Many simulated sources in a thread: each announces a record of the same real bus as its own."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import threading

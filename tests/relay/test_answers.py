@@ -1,7 +1,5 @@
 """Blocks that come to a trainer's bus: compared with what was asked for, or refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks: records leave one bus and enter another as they were, and anything wrong is refused."""
 
-from __future__ import annotations
-
 import os
 import random
 import struct

@@ -1,7 +1,5 @@
 """The coordinator: which groups it places where, what it drops, and what it takes back."""
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -1,7 +1,5 @@
 """Messages over TCP connections of the relay's own: cut ones, strangers, and a whole relay."""
 
-from __future__ import annotations
-
 import random
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Chains of mirrors in simulated time: who waits for whom, and what is sent how often."""
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -1,7 +1,5 @@
 """Words of a node cost the coordinator as much among 1,000 nodes as among 16: by counted work."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

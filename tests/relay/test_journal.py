@@ -1,7 +1,5 @@
 """The relay's journal: intents are whole, a lane's successor heals them, ends are noted."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What a trainer's side keeps on disk, and what comes back of it when memory is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

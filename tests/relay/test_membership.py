@@ -1,7 +1,5 @@
 """Nodes join and leave a running relay; names keep nodes apart; a start names late actors."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

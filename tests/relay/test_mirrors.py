@@ -1,7 +1,5 @@
 """Weights on every node: what a mirror's readers see, what it refuses, and how it comes back."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

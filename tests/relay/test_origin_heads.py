@@ -1,7 +1,5 @@
 """Heads as bytes: what went comes, and what no record can say is refused as a whole."""
 
-from __future__ import annotations
-
 import math
 import random
 import struct

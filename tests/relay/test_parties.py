@@ -1,7 +1,5 @@
 """A relay over buses of one machine: what crosses, what comes back, and what is refused."""
 
-from __future__ import annotations
-
 import struct
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts to other nodes under every order of events; SHMBUS_TEST_DEATHS=2 is the long form."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,5 @@
 """RecordReader: records out, kept until they are released, whoever dies in between."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Wrong messages of a relay's peers: refused by names, counted, and nothing stands still."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What a small journal, a bus that has gone, and words that are too long do to a relay: nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

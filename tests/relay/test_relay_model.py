@@ -4,8 +4,6 @@ Messages arrive in any order, are lost or doubled; processes die at any instant.
 must lead to a good end. SHMBUS_TEST_DEATHS=2 takes two deaths: ten minutes and 5 GB.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Dead and cut-off nodes of a relay; SHMBUS_TEST_NODES=1 runs the long form, as root."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

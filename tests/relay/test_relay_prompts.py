@@ -1,7 +1,5 @@
 """Requests of the trainer's bus are made by workers of other nodes, as on one node."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter

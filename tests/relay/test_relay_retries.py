@@ -1,7 +1,5 @@
 """Samples that fail on far nodes: asked for again there, given up, or told to the trainer."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Splits over a relay: each bus numbers them in its own order, and nobody sees a difference."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Killed relays, mirrors, parties and workers lose, double and tear nothing."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

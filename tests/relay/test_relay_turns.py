@@ -1,7 +1,5 @@
 """A relay's parties that take turns in one thread: what they say, and in which turn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

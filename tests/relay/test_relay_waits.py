@@ -1,7 +1,5 @@
 """A party whose bus cannot be used says why, and begins once another one is there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A source that is faster than the other: a trainer's bus never fills with halves of groups."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 

@@ -1,7 +1,5 @@
 """Arguments of `shmbus.relay.start` and of the command: refused before a cluster is looked for."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

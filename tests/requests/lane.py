@@ -1,7 +1,5 @@
 """What the tests of the request lane share."""
 
-from __future__ import annotations
-
 from conftest import wait_until
 
 from shmbus import Bus, Consumer, Producer, Request

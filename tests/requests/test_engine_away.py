@@ -1,7 +1,5 @@
 """An engine that is away for a while: workers fail, or give back, what they cannot make."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """Workers that wait on an empty request lane cost the machine next to nothing, however many."""
 
-from __future__ import annotations
-
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sample is in one hand: late answers of retries, of first tries, and of recorder sessions."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Groups ahead of the trainer: a bound that producers see, that blocks no group which has begun."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

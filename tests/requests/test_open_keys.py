@@ -1,7 +1,5 @@
 """Which requests are open, as their count and their keys: a look costs what has changed."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Rollouts that go on: what a worker had sampled goes back with the request, to the next one."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

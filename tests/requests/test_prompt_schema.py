@@ -1,7 +1,5 @@
 """Prompts by a declared schema: what a feeder offers is checked where it is offered."""
 
-from __future__ import annotations
-
 import array
 import pickle
 from typing import Any

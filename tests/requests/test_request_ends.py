@@ -1,7 +1,5 @@
 """How requests end: acknowledged, failed, dropped, and after the deaths of each side."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

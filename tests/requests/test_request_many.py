@@ -1,7 +1,5 @@
 """Many requests by one call: offered, taken, and what a full lane or a bad item leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 

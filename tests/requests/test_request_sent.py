@@ -1,7 +1,5 @@
 """Samples of the lane that other nodes make: no worker here takes them."""
 
-from __future__ import annotations
-
 import numpy as np
 from conftest import next_request
 from lane import take_all, totals

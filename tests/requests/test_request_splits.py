@@ -1,7 +1,5 @@
 """One prompt in two splits is two groups: for the bound on groups, and in the request lane."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Prompts out, samples in: the request lane over real processes, with real deaths."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

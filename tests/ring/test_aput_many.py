@@ -1,7 +1,5 @@
 """`aput_many`: a list from an event loop, over a bus that is full more often than not."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

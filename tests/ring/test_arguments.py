@@ -1,7 +1,5 @@
 """What the public names take: NumPy's integers, no text for a flag, and errors that say which."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """What workers and feeders get wrong: refused by its name and place, and the bus as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Damage is done through a mapping of the test's own. Whatever might crash or hang runs in a child.
 """
 
-from __future__ import annotations
-
 import mmap
 import multiprocessing
 import os

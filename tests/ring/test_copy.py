@@ -1,7 +1,5 @@
 """Payload into the ring: by non-temporal stores for a consumer that packs, and whole either way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

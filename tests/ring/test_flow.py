@@ -1,7 +1,5 @@
 """Flow control: pauses that producers see, and pressure that they can wait for."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Views that a forked child inherits stay what they were, whatever its parent does then."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The cases that fuzzing in Python kept, run again; `make check-fuzz` has those in C."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

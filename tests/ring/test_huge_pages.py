@@ -1,7 +1,5 @@
 """Where a bus lies: at whole huge pages, in every process alike."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The bytes of the segment are the ones that their version has always had."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ends a ``with`` block reaches the caller, whatever became of the handle meanwhile."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Setting meta runs code of others; what that does to the reservation is seen before any write."""
 
-from __future__ import annotations
-
 import datetime
 import threading
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Words of the segment that another process has overwritten: whoever meets them ends its call, and
 nothing leads out of the segment."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import Spawner
 

@@ -1,7 +1,5 @@
 """What producers may put, and what comes out again; reservations, full buses, tasks and threads."""
 
-from __future__ import annotations
-
 import array
 import asyncio
 import random

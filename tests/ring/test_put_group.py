@@ -1,7 +1,5 @@
 """A group that is put whole is there with all of its samples, or with none."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

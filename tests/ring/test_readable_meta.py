@@ -1,7 +1,5 @@
 """What `put` takes as meta, every process can read; what none could is refused by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 from typing import Any

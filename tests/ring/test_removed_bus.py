@@ -1,7 +1,5 @@
 """A bus that was removed says so to whoever still holds it, and takes nothing more."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

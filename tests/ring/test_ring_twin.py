@@ -4,8 +4,6 @@ Real producers and consumers, attached and closed at will, over a small bus; gro
 each record shows what became of it. The last part resumes a handler from checkpoints at any point.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Limits on new shared memory: cgroups of both versions at each level, and what a refusal says."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

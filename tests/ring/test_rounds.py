@@ -1,7 +1,5 @@
 """Two rounds of one prompt under way at once never meet in one group."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """A sample of several rows is one record: cut into its rows where it is read, without a copy."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from array import array

@@ -1,7 +1,5 @@
 """A schema that a bus or a producer declares holds for every sample, in whichever process."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

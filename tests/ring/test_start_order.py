@@ -4,8 +4,6 @@ Processes are real, and so are their deaths. What needs a small /dev/shm gets on
 mount namespace.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

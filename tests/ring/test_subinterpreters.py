@@ -1,7 +1,5 @@
 """A subinterpreter is refused in words, and leaves the main interpreter as it was."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import Spawner
 

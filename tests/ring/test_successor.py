@@ -1,7 +1,5 @@
 """A Producer that may go on in the next bus of its name does so, and says what it put."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

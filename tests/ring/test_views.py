@@ -1,7 +1,5 @@
 """Views of the ring are read-only to everybody, and a process that closes keeps them cheaply."""
 
-from __future__ import annotations
-
 import signal
 
 import numpy as np

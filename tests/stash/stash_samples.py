@@ -1,7 +1,5 @@
 """A sample as the stash and its table see a trajectory, or the report that one failed."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Each claim is checked for both kinds of source. After every cancellation the led
 groups are: nobody's, so that whoever asks next gets them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import random

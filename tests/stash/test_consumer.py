@@ -1,7 +1,5 @@
 """What a consumer delivers, and what becomes of it: groups, leases, restarts, views, stragglers."""
 
-from __future__ import annotations
-
 import gc
 import random
 import time

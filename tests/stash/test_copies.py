@@ -1,7 +1,5 @@
 """What a caller may keep: copies of groups and trajectories, plain values, and how they travel."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

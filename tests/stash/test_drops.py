@@ -1,7 +1,5 @@
 """Nothing is dropped without a line in the log: who, what, why, and what to do."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

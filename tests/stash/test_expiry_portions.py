@@ -1,7 +1,5 @@
 """Late groups: one look ends a bounded number, the oldest first, and the next look goes on."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

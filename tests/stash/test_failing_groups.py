@@ -1,7 +1,5 @@
 """Groups in which a sample fails, in the stash: asked for again, whole after all, or given up."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Hashable

@@ -1,7 +1,5 @@
 """A take whose memory fails half way loses nothing: it goes on, or says that it cannot."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import Spawner
 

@@ -1,7 +1,5 @@
 """Failed samples over real processes: asked for again, alone; no failing prompt stops a run."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

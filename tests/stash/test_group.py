@@ -1,7 +1,5 @@
 """A group in its caller's hands: how it ends, what it shows, and that it keeps nothing alive."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Failures that come alike: the lane pauses and is probed. In virtual time, without a bus."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable

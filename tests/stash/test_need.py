@@ -1,7 +1,5 @@
 """A group that needs fewer samples than are made is complete with the first that come."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Hashable
 from typing import Any

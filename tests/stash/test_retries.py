@@ -1,7 +1,5 @@
 """Asking for samples again, step by step: what a collector's look and a death have between them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Splits: a group goes to who asks for its split, and is never trained on by accident."""
 
-from __future__ import annotations
-
 import logging
 import re
 import signal

@@ -4,8 +4,6 @@ The stream is of one sample again and again: duplicates are dropped, so it never
 no group of it is ever complete.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Making space on a nearly full bus: only the runs that hold little are looked at, in shares."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

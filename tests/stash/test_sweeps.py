@@ -1,7 +1,5 @@
 """Sweeps for dead producers, and the ledger: flat however many producers are attached."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A take on its usual way is one call into C: what leads off that way, and who waits where."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

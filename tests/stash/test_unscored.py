@@ -1,7 +1,5 @@
 """Samples that are put without a score: scored by who takes them, never guessed."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Snapshots of a bus that a daemon serves: of one instant, and nobody notices but by waiting."""
 
-from __future__ import annotations
-
 import resource
 import threading
 from collections.abc import Callable

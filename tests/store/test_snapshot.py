@@ -1,7 +1,5 @@
 """Snapshots: whole or not there at all; what comes back is what was there, once."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """A producer that answers the requests of a trainer, in a thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

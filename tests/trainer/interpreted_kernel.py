@@ -1,7 +1,5 @@
 """Batches of the kernel in Triton's interpreter: ``interpreted_kernel.py BUS SEED``."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Random groups of samples, and the batch that numpy makes of them: the oracle of `pack`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Types and file transport of prime-rl at 559b447 and 0f59b24, which the adapter meets."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

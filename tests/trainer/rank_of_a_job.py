@@ -3,8 +3,6 @@
 Ranks meet in each step after they have their batches, and after rank 0 has saved.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

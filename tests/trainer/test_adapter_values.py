@@ -1,7 +1,5 @@
 """Values that frameworks hand over to adapters, and interrupted calls: named, or kept."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """The adapters of Atropos and slime over real buses, with stand-ins for both stacks."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 """What the adapters of other trainers share, and what they say where their stack is not there."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advantages: against the formulas written out group by group, and what must never come out."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

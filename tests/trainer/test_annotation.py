@@ -1,7 +1,5 @@
 """`annotate_group`: arrays that come to a complete group before its batch, refused by name."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Annotators in processes of their own: each column once, to its own sample, whoever dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Sharing out by tokens: against longest-first greedy, and against the best there is."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Samples of several rows in a batch: a sequence a row, one score and one advantage a sample."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Padding and unpadding: values, borders, gradients, and the one signature."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Corrections and sequence-level losses, against their formulas in plain float64 Python."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The handler under torch's own tools: DataLoader, StatefulDataLoader, distributed checkpoints."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

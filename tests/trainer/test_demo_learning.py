@@ -1,7 +1,5 @@
 """The demo's learning part: the task is fair, sampler and trainer agree, and GRPO steps help."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Evaluation while training, in one process: by the embedded consumer, and beside a daemon."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable, Iterator
 

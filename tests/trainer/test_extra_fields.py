@@ -1,7 +1,5 @@
 """Extra fields: packed as NumPy would, whatever their dtype, on every way that a batch goes."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Nothing trains on filler: a whole group has a field, or none of it, by its right name."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches on a GPU equal those of `pack` on the host, also in the kernel's interpreter."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.util

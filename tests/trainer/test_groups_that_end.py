@@ -1,7 +1,5 @@
 """TRL's rollout function and SkyRL's generator over groups that cannot train or never come."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """OnlineDataHandler: budgets, malformed groups, ends of batches, resuming and closing."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

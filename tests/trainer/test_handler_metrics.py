@@ -1,7 +1,5 @@
 """Figures of a handler for a logger: against NumPy, since the last call, and to callbacks."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

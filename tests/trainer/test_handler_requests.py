@@ -1,7 +1,5 @@
 """Prompts offered by the trainer, and what a checkpoint says of them."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

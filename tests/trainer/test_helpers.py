@@ -1,7 +1,5 @@
 """Judges and annotators that do not answer: each wait ends, each group ends, the others go on."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Imports are cheap: a name is loaded when it is first asked for, and no more than it needs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

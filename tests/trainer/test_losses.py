@@ -1,7 +1,5 @@
 """The pieces of the loss, against their formulas written out token by token in plain Python."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Micro-batches: every sequence once, unchanged; and losses that add up to the whole batch's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The difference of engine and trainer: figures of plain float64 arithmetic, and its two causes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

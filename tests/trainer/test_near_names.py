@@ -1,7 +1,5 @@
 """What other libraries call an option of a handle is answered with the handle's own name."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prompts that a handler keeps open: whatever a group ends as, and across restarts."""
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """What `pack` makes of groups: its values against numpy, its memory, and what it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`pack_threads=`: several threads make the batch that one makes, and leave nothing behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

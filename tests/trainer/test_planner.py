@@ -1,7 +1,5 @@
 """The planner: which groups make the next batch, when, and where each of them is."""
 
-from __future__ import annotations
-
 import ast
 import random
 from pathlib import Path

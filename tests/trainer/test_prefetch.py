@@ -1,7 +1,5 @@
 """Batches made ahead by a thread: in the same order, with the same errors, and nothing lost."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Ranks that have shards ready: the same shards, each trained once, whoever dies in between."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """The prefix layout: what a group shares once, and everything else as if packed plainly."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from typing import Any

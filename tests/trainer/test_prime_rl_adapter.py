@@ -1,7 +1,5 @@
 """prime-rl's sender and receiver over shared memory, by the interfaces of two of its commits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """What adapters tell workers beside a prompt: how to sample, and the columns of its row."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import logging

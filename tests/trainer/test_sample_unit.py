@@ -1,7 +1,5 @@
 """The sample as the unit: losses of samples of several rows, and samples without a part in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

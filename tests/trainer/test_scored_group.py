@@ -1,7 +1,5 @@
 """Callables that see a whole group: which they are, and what they are shown."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`score_group`: what producers left open is scored before a batch, or is an error by name."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """What a group's samples have in common: in the ring once, and once in a batch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

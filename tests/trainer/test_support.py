@@ -1,7 +1,5 @@
 """Sampling masks: carried with samples and rows, replayed in logprobs, refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The torchtitan adapter without torchtitan, and the data handler of its fork by its interface."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

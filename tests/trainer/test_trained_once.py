@@ -1,7 +1,5 @@
 """Groups that a checkpoint counts as trained never train again, over killed trainer processes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

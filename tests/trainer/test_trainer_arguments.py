@@ -1,7 +1,5 @@
 """Wrong arguments of the trainer's side: refused by name, before anything is taken or trained."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The TRL adapter without TRL: its account of rows, its checks of samples, its saved state."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """A trainer that waits: a timeout bounds the call, nothing held is lost, and it is told why."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Settings come as JSON: bus, handler options, `load`, `steps`, `save`, `acks`, and a folder `meet`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

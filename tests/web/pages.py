@@ -1,7 +1,5 @@
 """The web server as a process of its own, and a client of raw sockets."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """The page in a real browser; SHMBUS_PICTURES names a folder for pictures of its states."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

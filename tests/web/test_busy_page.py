@@ -1,7 +1,5 @@
 """The page of a busy run: what is looked for first is seen first, nothing is cut off or lost."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Who gets what from the page's server, and what bad clients get; raw HTTP to a real process."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """What the page is sent of buses at work: live, stuck, daemonless, dead, removed, made again."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

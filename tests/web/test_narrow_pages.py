@@ -1,7 +1,5 @@
 """The page on the narrowest screens, and of a bus that is not there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The page with names and numbers that a browser would read in another way."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

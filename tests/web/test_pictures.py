@@ -1,7 +1,5 @@
 """What the page is sent: differences, curves, percentiles. Pure, so nothing runs here."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """`shmbus serve --web`: the page beside the daemon, in a process of its own."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

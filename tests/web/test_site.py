@@ -1,7 +1,5 @@
 """The built documentation site in a real browser: 30 questions of newcomers, in four views."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import json

@@ -1,7 +1,5 @@
 """Count leftovers of weight cycles, and exit with 1 at growth: ``cycles.py BUS CYCLES``."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

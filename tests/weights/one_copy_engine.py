@@ -1,7 +1,5 @@
 """An engine of fused layers in a process of its own, whose parameters a trainer attaches to."""
 
-from __future__ import annotations
-
 from multiprocessing.connection import Connection
 
 import torch

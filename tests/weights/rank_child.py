@@ -3,8 +3,6 @@
 usage: python -m rank_child DIRECTORY ROLE:BUS:WORLD:LAYOUT[:CARRIER[:DEVICE]]...
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

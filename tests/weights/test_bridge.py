@@ -1,7 +1,5 @@
 """A trainer's parameters become an engine's by Atropos's bridge file, all of them or none."""
 
-from __future__ import annotations
-
 import base64
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The carrier of files: whole versions under one link, one writer at a time, whatever fails."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

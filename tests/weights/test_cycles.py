@@ -1,7 +1,5 @@
 """Weights that come and go leave nothing behind; SHMBUS_TEST_CYCLES=10000 is the long form."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A copy that a module derives from a tensor is renewed by `Tensor._version` after each update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any

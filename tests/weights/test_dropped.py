@@ -1,7 +1,5 @@
 """What a dropped publisher, a script's end or an interrupt leaves: nothing in the way."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole versions in exported memory: a memfd on any machine, device memory on a GPU."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

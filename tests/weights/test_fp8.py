@@ -1,7 +1,5 @@
 """Matrices in fp8 by blocks: the bits are those of the plainest way, and scales come with them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 

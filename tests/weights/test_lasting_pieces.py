@@ -1,7 +1,5 @@
 """What a publisher found out about a model for one version is never used for another model."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Numbers of versions: they rise within a life, and readers follow from one life to the next."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Manifests: what contradicts itself is refused whole, and no bytes deceive who reads one."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

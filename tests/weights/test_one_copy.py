@@ -1,7 +1,5 @@
 """The engine has the memory, and the trainer steps in it: one copy, fused for one of them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from multiprocessing.connection import Connection

@@ -1,7 +1,5 @@
 """Folders of adapters and checkpoints belong to the writing user."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

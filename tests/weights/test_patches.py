@@ -1,7 +1,5 @@
 """Patches: versions of a second pool, made by what changed, equal the trainer's bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

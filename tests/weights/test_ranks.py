@@ -1,7 +1,5 @@
 """Trainers of 1, 2 and 4 ranks in each layout and carrier, and readers with other shards."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Stochastic rounding: unbiased, repeatable, on the grid, and through every carrier of the host."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shards of every trainer's layout are the model that any engine's layout loads, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One copy of a model for trainer and server: views, the guard of a step, and who dies in it."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

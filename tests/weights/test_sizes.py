@@ -1,7 +1,5 @@
 """The page's table of models follows from their sizes and from a rate that was measured."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

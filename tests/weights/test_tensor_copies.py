@@ -1,7 +1,5 @@
 """Copies of tensors: joint crossings, cuts for a launch, and skipped tensors."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

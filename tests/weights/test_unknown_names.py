@@ -1,7 +1,5 @@
 """A tensor that is asked for by a name that is nearly right: the error says which are there."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Wrong arguments of everything about weights: refused by name, and nothing is left or torn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Weights and forks: a child holds nothing, ends nothing, and says that it was forked."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Weights from a publisher to subscribers: every bit equal, all faults named, nothing half."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

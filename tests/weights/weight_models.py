@@ -1,7 +1,5 @@
 """Models of the shapes that weights come in, and comparing them bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

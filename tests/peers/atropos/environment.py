@@ -1,7 +1,5 @@
 """A real BaseEnv: ``environment.py URL NUMBER GROUP_SIZE TOKENIZER``; SHMBUS_BUS names a bus."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -3,8 +3,6 @@
 Invariant: a run without any response of the gateway fails.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

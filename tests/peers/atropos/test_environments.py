@@ -1,7 +1,5 @@
 """Two real BaseEnvs give equal batches by their server, the gateway, the ring and both."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

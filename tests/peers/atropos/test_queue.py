@@ -1,7 +1,5 @@
 """Which groups make a batch is decided as atroposlib decides it, for any queue."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

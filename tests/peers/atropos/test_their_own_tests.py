@@ -1,7 +1,5 @@
 """atroposlib's own tests of its API server pass against the gateway, and ran against it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

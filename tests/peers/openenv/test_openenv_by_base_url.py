@@ -1,7 +1,5 @@
 """An agent of a real OpenEnv server through the recorder: step rewards are the score."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import threading

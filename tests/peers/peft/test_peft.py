@@ -1,7 +1,5 @@
 """Adapters of real PEFT models, published and written by shmbus, loaded back by PEFT."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Iterator

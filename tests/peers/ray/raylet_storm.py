@@ -3,8 +3,6 @@
 `python tests/peers/ray/raylet_storm.py --kills 50` ends with status 1 at the first fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

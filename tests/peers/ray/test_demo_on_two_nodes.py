@@ -1,7 +1,5 @@
 """The demo learns over two nodes as on a single node; SHMBUS_TEST_DEMO=1 trains to the end."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

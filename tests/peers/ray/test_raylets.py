@@ -1,7 +1,5 @@
 """Killed raylets lose and double nothing; SHMBUS_TEST_RAYLETS sets the number of kills."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

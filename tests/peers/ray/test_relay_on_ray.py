@@ -1,7 +1,5 @@
 """The relay on a Ray cluster of several nodes on this machine, with token authentication on."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

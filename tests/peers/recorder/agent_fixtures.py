@@ -1,7 +1,5 @@
 """A real vLLM with a log of what it sampled, a recorder before it, and a bus."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The engine's own record of what it sampled, and samples of a bus held against it."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable

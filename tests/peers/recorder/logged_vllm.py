@@ -1,7 +1,5 @@
 """vLLM's own server with a log of each sampled token: ``logged_vllm.py LOG ...``."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Make a tiny chat model with random weights: ``recorder_model.py FOLDER SEED``."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Real clients before a real vLLM; SHMBUS_TEST_SESSIONS=300 is the long form."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

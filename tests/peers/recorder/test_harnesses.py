@@ -1,7 +1,5 @@
 """Real agent harnesses, unmodified, by base URL and key: what they sampled is what is trained."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

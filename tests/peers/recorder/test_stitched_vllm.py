@@ -4,8 +4,6 @@ The model is a random one; a call brings its own chat template. ``SHMBUS_TEST_TU
 long form.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

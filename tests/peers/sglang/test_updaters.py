@@ -1,7 +1,5 @@
 """SGLang's own session and weight updater take a version; model and scheduler are stand-ins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any

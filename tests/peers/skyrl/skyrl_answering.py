@@ -1,7 +1,5 @@
 """A rollout worker without SkyRL: ``skyrl_answering.py BUS [fail]``."""
 
-from __future__ import annotations
-
 import sys
 
 import shmbus

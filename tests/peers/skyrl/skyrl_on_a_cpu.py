@@ -1,7 +1,5 @@
 """SkyRL's policy worker on a CPU: device, meshes, gloo and flash_attn's names are stand-ins."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """SkyRL's trainer with outside rollouts: ``skyrl_training.py BUS DIRECTORY [KEY=VALUE]``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A generator of SkyRL's own interface, whose outputs SkyRL's own checks take."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Samples of a recorder as outputs of SkyRL's generator: they are what the engine sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SkyRL's own trainer takes optimizer steps on groups that outside processes put on a bus."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

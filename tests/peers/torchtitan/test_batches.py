@@ -1,7 +1,5 @@
 """torchtitan's own RL batcher on the CPU, with groups from outside processes."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import subprocess

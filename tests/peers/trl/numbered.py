@@ -1,7 +1,5 @@
 """A rollout worker whose samples carry numbers: ``numbered.py BUS PARITY FIRST``."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

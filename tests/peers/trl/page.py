@@ -1,7 +1,5 @@
 """The blocks of TRL's page as processes: ``page.py async|rollouts|sync|answers BUS DIRECTORY``."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

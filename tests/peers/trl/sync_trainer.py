@@ -1,7 +1,5 @@
 """TRL's GRPOTrainer over a bus: ``sync_trainer.py BUS DIRECTORY STEPS [OPTIONS as JSON]``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRL's AsyncGRPOTrainer itself, fed from a bus: its own rows, its own protocol, nothing stale."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

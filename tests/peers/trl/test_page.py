@@ -1,7 +1,5 @@
 """TRL's page, word for word: what it installs, its examples, its blocks."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

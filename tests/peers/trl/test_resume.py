@@ -1,7 +1,5 @@
 """A killed and resumed trainer trains each group once, by its loss (`trainer.py`)."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """TRL's GRPOTrainer itself, whose prompts go to workers over a bus and come back as groups."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Samples of a recorder in both trainers of TRL: they are what the engine sampled."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

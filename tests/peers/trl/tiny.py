@@ -1,7 +1,5 @@
 """A tiny model, tokenizer and task, and TRL's asynchronous trainer on a CPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@
 "tell", ``losses.jsonl`` has the loss's inputs of each sequence.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A rollout worker with the tiny model: ``trl_answering.py BUS MODEL SEED``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run a script with TRL's asynchronous trainer on a CPU: ``trl_on_a_cpu.py SCRIPT [ARGUMENTS]``."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """verifiers' own agent through the recorder, by its base URL alone: what it sampled is trained."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """verl's checkpoint engine over a slot pool takes its update, and no other; the cache stays."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

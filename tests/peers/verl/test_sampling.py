@@ -1,7 +1,5 @@
 """verl v1's own sampling on the CPU, with groups from outside processes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Backend name, devices, FSDP's kernel and flash attention are replaced; the model is tiny.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

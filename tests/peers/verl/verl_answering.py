@@ -1,7 +1,5 @@
 """A rollout worker without verl: ``verl_answering.py BUS [own | version N | fail]``."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """verl's trainer on a CPU by verl's own plug-ins (VERL_USE_EXTERNAL_MODULES, VERL_PLATFORM=cpu)."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager

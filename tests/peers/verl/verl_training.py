@@ -3,8 +3,6 @@
 Platform and gloo stand in for hardware; two workers write the weights of each step into files.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A worker extension of vLLM that damages weights on request."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

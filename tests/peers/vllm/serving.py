@@ -1,7 +1,5 @@
 """What the tests of vLLM share: real servers, and what a fresh server answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

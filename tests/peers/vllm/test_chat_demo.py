@@ -1,7 +1,5 @@
 """``shmbus demo --engine vllm``: resumes after a kill of all processes; refusals leave nothing."""
 
-from __future__ import annotations
-
 import base64
 import os
 import signal

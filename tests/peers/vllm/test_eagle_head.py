@@ -1,7 +1,5 @@
 """examples/eagle_head.py learns beside a real vLLM, and after a kill trains each sequence once."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """examples/vllm_grpo.py learns, goes on after a kill of all of it, and trains each group once."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Hidden states of a real vLLM server equal those of transformers (SHMBUS_TEST_SEQUENCES)."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The connector of hidden states without an engine: what it refuses, holds back, and says."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A real vLLM server by ways other than the fleet's: vLLM's own trainer side, and checkpoints."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real vLLM server in each mode of pausing, and after a trainer that died in the middle."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

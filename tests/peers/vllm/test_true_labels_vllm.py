@@ -5,8 +5,6 @@ The check recomputes each answer's logprobs with the weights of each version, ou
 further update begins.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

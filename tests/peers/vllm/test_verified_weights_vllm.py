@@ -1,7 +1,5 @@
 """A real vLLM under load compares its weights with the version in force, and loses no request."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

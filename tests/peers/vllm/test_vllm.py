@@ -1,7 +1,5 @@
 """A real vLLM server takes weights under load (SHMBUS_TEST_UPDATES=100, SHMBUS_TEST_TP=1,2)."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

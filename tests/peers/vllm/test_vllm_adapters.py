@@ -1,7 +1,5 @@
 """A real vLLM server takes versions of an adapter from files, and nobody is paused."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Logprobs over the tokens that a real vLLM sampled among are its own processed logprobs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

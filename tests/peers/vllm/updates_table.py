@@ -4,8 +4,6 @@ An arm is a way to bring equal versions to a server with eight requests in fligh
 is compared with a fresh server's. ``--shape 0.6b`` takes Qwen3-0.6B's shape.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

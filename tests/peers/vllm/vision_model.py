@@ -1,7 +1,5 @@
 """Makes a tiny model that sees, with random weights: an encoder, a bridge, a decoder."""
 
-from __future__ import annotations
-
 import base64
 import io
 

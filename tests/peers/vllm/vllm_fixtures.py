@@ -1,7 +1,5 @@
 """What the tests of vLLM are given: models on disk, and a bus."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

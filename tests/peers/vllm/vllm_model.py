@@ -1,7 +1,5 @@
 """Make a tiny model of stock architecture, with random weights: ``vllm_model.py FOLDER SEED``."""
 
-from __future__ import annotations
-
 import sys
 
 import torch
