@@ -51,7 +51,7 @@ endif
 side_by_side = +@$(MAKE) --no-print-directory --output-sync=target --jobs=$(JOBS) SIDE_BY_SIDE=1
 .PHONY: help demo demo-real test test-programs test-peers test-peers-all test-adapters test-engines test-once test-relay test-site test-web check docs
 .PHONY: bench bench-calls
-.PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week storm test-agents ends versions leaks valgrind
+.PHONY: bench-contenders bench-report explore fuzz soak interrupts kills points week storm test-agents test-templates ends versions leaks valgrind
 .PHONY: cross sanitize clean FORCE
 
 help: ## Show this list
@@ -90,6 +90,16 @@ test-engines: build/peers/vllm/.made build/peers/sglang/.made ## Test updates of
 test-agents: build/peers/recorder/.made build/peers/vllm/.made ## Test real clients and harnesses through the recorder, before a real vLLM on the CPU (minutes)
 	HF_HUB_OFFLINE=1 LITELLM_LOCAL_MODEL_COST_MAP=True build/peers/recorder/bin/python -m pytest \
 	    -p no:cacheprovider -W ignore -o faulthandler_timeout=1900 $(ARGS) tests/peers/recorder
+
+# The source package of llama-cpp-python holds the chat templates of many models.
+TEMPLATES := https://files.pythonhosted.org/packages/ec/e9/e7de2b0463ea3ffbf0ede6cb21b58c1258a8f6521aae45ca773a59fe7cf3/llama_cpp_python-0.3.36.tar.gz
+test-templates: $(VENV)/.dev build/templates/.made ## Test stitched conversations under the chat templates of twenty models (73 MiB to download)
+	SHMBUS_TEST_TEMPLATES=build/templates $(BIN)/pytest -p no:benchmark $(ARGS) tests/recorder/test_real_templates.py
+
+build/templates/.made:
+	mkdir -p $(@D)
+	curl -fsSL $(TEMPLATES) | tar xz -C $(@D) --strip-components=5 --wildcards '*/models/templates/*.jinja'
+	@touch $@
 
 build/peers/recorder/.made: tests/peers/recorder/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(make_stack)
