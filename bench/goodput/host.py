@@ -186,7 +186,9 @@ def run(
             raise MeasurementError(f"nothing was trained in {START_S:g} s; {crew.words[-3:]}")
         limit = time.monotonic() + seconds
         kinds = (*BASIC, *crew.link.parts)
-        rounds = itertools.count(seed) if seconds else [seed]
+        rounds = itertools.count(seed) if seconds and scenario.kills else [seed]
+        if not scenario.kills:
+            crew.wait((root / ENOUGH).exists, seconds)
         for pause_s, kind in itertools.chain.from_iterable(
             scenario.schedule(each, kinds) for each in rounds
         ):
@@ -217,7 +219,8 @@ def run(
         "slowest_s": {kind: max(took) for kind, took in recovered.items()},
         "by_hand": dict(by_hand), "ended_by_themselves": dict(crew.ends),
         "trainer_idle": last.get("waited", 0.0) / max(last.get("lived", 0.0), 1e-9),
-        "stopped": ended, "words": list(dict.fromkeys(crew.words))[:8], "used": used,
+        "lived_s": last.get("lived", 0.0), "stopped": ended,
+        "words": list(dict.fromkeys(crew.words))[:8], "used": used,
     }  # fmt: skip
 
 

@@ -220,3 +220,13 @@ def test_every_adapter_has_its_parts_and_says_what_it_does_not_promise(name: str
     assert found.ABOUT.packages and found.ABOUT.fairness and found.ABOUT.title
     source = (ROOT / "bench" / "goodput" / "adapters" / f"{name}.py").read_text()
     assert len(source.splitlines()) <= 150
+
+
+def test_a_closed_loop_without_deaths_trains_every_token(spawn: Spawner, tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    arguments = ["--tiny", "--contender", "shmbus_daemon", "--output", output]
+    spawn.module("bench.loop", *arguments, env=PATH).finish(DEADLINE_S)
+    (row,) = (Row.from_json(each) for each in json.loads(output.read_text())["rows"])
+    (part,) = row.figures["parts"]
+    assert part["goodput"] == 1.0 and not part["kills"]
+    assert row.values[0] == part["once"] / part["lived_s"] > 0
