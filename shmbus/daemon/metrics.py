@@ -96,6 +96,7 @@ class BusCollector(Collector):
             yield from _daemon(status)
         yield from _weights(status)
         yield from _engines(status)
+        yield from _mismatch(status)
 
 
 def _metric(
@@ -375,6 +376,29 @@ def _engines(status: BusStatus) -> Iterator[Metric]:
     calls = {each.address: each.calls for each in engines if each.calls is not None}
     text = "Calls of recorders that an inference server has in flight."
     yield _gauge("shmbus_engine_calls", text, status, calls, "engine")
+
+
+#: By metric, its help and the figures of a mismatch.
+_MISMATCH = {
+    "shmbus_logprob_difference": (
+        "Trainer's logprobs against the engine's, in nats a token.",
+        ("mean", "p99", "k3", "policy_change", "precision_gap"),
+    ),
+    "shmbus_logprob_share": (
+        "Share of tokens without gradient by PPO's clip, and of rounding in the difference.",
+        ("clipped", "gap_share"),
+    ),
+}
+
+
+def _mismatch(status: BusStatus) -> Iterator[Metric]:
+    """Yield the comparison of engine and trainer, while a trainer notes it."""
+    if status.mismatch is None:
+        return
+    for name, (text, kinds) in _MISMATCH.items():
+        found = {kind: getattr(status.mismatch, kind) for kind in kinds}
+        values = {kind: value for kind, value in found.items() if value is not None}
+        yield _gauge(name, text, status, values, "kind")
 
 
 def _label(number: int) -> str:

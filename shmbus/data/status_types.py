@@ -434,6 +434,26 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     sum: float
 
 
+class MismatchStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A trainer's newest comparison with the engine: a ``LogprobMismatch``, with dtypes.
+
+    None for a figure without a finite measurement.
+    """
+
+    #: The trainer's version.
+    policy_version: int
+    #: Dtypes of the forward passes; "" if unknown.
+    engine: str = ""
+    trainer: str = ""
+    mean: float | None = None
+    p99: float | None = None
+    k3: float | None = None
+    clipped: float | None = None
+    policy_change: float | None = None
+    precision_gap: float | None = None
+    gap_share: float | None = None
+
+
 class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A bus at a glance."""
 
@@ -483,6 +503,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     waited: WaitedStatus = WaitedStatus()
     #: True if a trainer ended while inference servers were paused for its weights.
     servers_left: bool = False
+    #: Engine and trainer compared, by the trainer's `note_mismatch`; None without a living trainer.
+    mismatch: MismatchStatus | None = None
     #: Newest version of the bus's weights; None without weights in /dev/shm.
     weights_version: int | None = None
     #: Of each split known to the bus, by number; "train" is the first.

@@ -85,8 +85,8 @@ class Watcher:
         self.waited_s: dict[int, float] = {}
         #: The same sum over all trainers: at most the period times the number of trainers.
         self.trainers_waited_s = 0.0
-        #: Times, each slot's waiting, and the trainers' waiting.
         self._checks = ProducerChecks(_CHECKS)
+        #: Times, each slot's waiting, and the trainers' waiting.
         self._waits: deque[tuple[float, dict[int, float], float]] = deque()
         self._at_s = 0.0
         self._before: BusStatus | None = None

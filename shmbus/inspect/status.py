@@ -29,6 +29,7 @@ from shmbus.data.status_types import (
     CollectorStatus,
     DaemonStatus,
     LedgerStatus,
+    MismatchStatus,
     PauseStatus,
     ProducerStatus,
     SplitStatus,
@@ -54,6 +55,7 @@ from shmbus.pool.pool_file import pool_path
 from shmbus.pool.pool_status import read_pool
 from shmbus.pool.server_rows import WEIGHTS
 from shmbus.segment.names import check_name
+from shmbus.segment.note_file import MISMATCH_KIND, read_notes
 from shmbus_ext import _core
 
 #: Walks over the records in search of a count at a single instant, before a status declares the bus
@@ -73,7 +75,7 @@ def read_status(
     if wants is not None:
         status = _with_waiting(status, os.getpid())
     groups = read_groups(name, ask=status.daemon is not None and status.daemon.answers)
-    verdict = judge(status, groups.groups, still_s=still_s, wants=wants or "")
+    verdict = judge(status, groups.groups, still_s=still_s, wants=wants)
     oldest = groups.groups[: limits.STATUS_GROUPS]
     return replace(status, verdict=verdict, oldest_incomplete=oldest)
 
@@ -178,6 +180,7 @@ def status_of(
         delivered=histograms,
         waited=waited,
         servers_left=servers_left(file.name),
+        mismatch=_mismatch(file.name),
         weights_version=_weights_version(file.name),
         splits=_splits(file, alive=collector.alive),
         engines=read_engines(file.name, int(header["policy_version"])),
@@ -185,6 +188,12 @@ def status_of(
         schema=schema,
         schema_problem=schema_problem,
     )
+
+
+def _mismatch(name: str) -> MismatchStatus | None:
+    for note in read_notes(name, [MISMATCH_KIND], "trainer", MismatchStatus):
+        return replace(note, engine=printable(note.engine), trainer=printable(note.trainer))
+    return None
 
 
 def _weights_version(name: str) -> int | None:

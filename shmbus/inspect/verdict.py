@@ -47,6 +47,9 @@ _NAMED: Final = 3
 #: retries: occasional retries go on by themselves.
 _MANY_FAILED: Final = 4
 _FAILING_SHARE: Final = 0.5
+#: Minimum shares for reporting a precision gap: of the logprob difference, and of clipped tokens.
+_GAP_SHARE: Final = 0.5
+_GAP_CLIPPED: Final = 0.05
 
 #: Kinds of findings that block everything else, in the order of their cure.
 _FIRST: Final = (
@@ -77,9 +80,11 @@ def judge(
     groups: Sequence[GroupCells] = (),
     *,
     still_s: float | None = None,
-    wants: str = "",
+    wants: str | None = None,
 ) -> Verdict:
-    """Judge a bus: name its obstacles, the first in a sentence."""
+    """Judge a bus: name its obstacles, the first in a sentence; `wants` of a process that waits."""
+    quality = _precision_gap(status) if wants is None else ()
+    wants = wants or ""
     findings = [
         *_damage(status),
         *_reader(status),
@@ -93,6 +98,7 @@ def judge(
         *_failures(status, groups),
         *_trainers(status, groups, wants),
         *_stillness(status, still_s),
+        *quality,
     ]
     findings.sort(key=_rank)
     if not findings:
@@ -808,6 +814,22 @@ def _not_back(daemon: DaemonStatus) -> list[Finding]:
             else "they come back once it attaches again, or ends",
         )
     ]
+
+
+def _precision_gap(status: BusStatus) -> Iterator[Finding]:
+    """Report rounding between engine and trainer that PPO's clip takes for a policy change."""
+    gap = status.mismatch
+    if gap is None or (gap.gap_share or 0) < _GAP_SHARE or (gap.clipped or 0) < _GAP_CLIPPED:
+        return
+    dtypes = f"Engine {gap.engine}, trainer {gap.trainer}: " if gap.engine and gap.trainer else ""
+    yield Finding(
+        kind="precision_gap",
+        cost=_WARNING + 0.05,
+        what=f"{dtypes}{gap.gap_share:.0%} of the logprob difference is rounding, and PPO's clip "
+        f"removes the gradients of {gap.clipped:.0%} of the tokens",
+        advice="run the trainer's forward pass in the engine's dtype, or publish the weights with "
+        "rounding='stochastic' (docs/trainer.md, \"When engine and trainer disagree\")",
+    )
 
 
 def _waiting(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> list[Finding]:

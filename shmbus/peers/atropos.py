@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
+from shmbus.batch.gather import MAX_SCORE
 
 __all__ = ["ENV_KEY", "GROUP_KEY", "KEYS", "env_id_of", "group_of", "is_atropos", "samples_of"]
 
@@ -111,6 +112,12 @@ def _scores(value: Any, count: int) -> list[float]:
             f"scores: expected {count}, one for each sequence of tokens, got {len(scores)}; a "
             "sample without a score cannot be compared with its group"
         )
+    for index, score in enumerate(scores):
+        if abs(score) > MAX_SCORE:
+            raise ValueError(
+                f"scores[{index}]: expected a number within {MAX_SCORE:g}, got {score:g}; scale "
+                "the reward"
+            )
     return scores
 
 

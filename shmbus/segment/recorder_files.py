@@ -1,34 +1,16 @@
-"""Addresses and states of a bus's recorders: a small companion file for each.
-
-Invariants:
-
-- A recorder holds the lock of its file for life; readers ignore an unlocked file.
-- Readers ignore a note with a wrong checksum.
-"""
+"""Addresses and states of a bus's recorders: a note for each."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import string
-import struct
-import zlib
 from typing import Final
 
 import msgspec
 
-from shmbus.segment.locked_file import LockedFile, try_lock
-from shmbus.segment.names import SHM_DIRECTORY, companion_name
-from shmbus.segment.own_file import open_own
+from shmbus.segment.note_file import MOST_BYTES, NoteFile, read_notes
 
 #: Recorders of a bus at a time: a letter each, since a companion's kind takes no digits.
-_LETTERS: Final = string.ascii_lowercase
-#: Length and checksum of a note.
-_HEAD: Final = struct.Struct("<II")
-#: Bytes of a note: 48 sessions with the longest ids, and 64 engines.
-_MOST_BYTES: Final = 64 << 10
-#: Read attempts of a note under change.
-_TRIES: Final = 5
+_KINDS: Final = [f"recorder{letter}" for letter in string.ascii_lowercase]
 
 
 class SessionNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,65 +49,25 @@ class RecorderNote(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineNote] = []
 
 
-def _path(bus: str, letter: str) -> str:
-    return SHM_DIRECTORY + companion_name(f"recorder{letter}", bus)
-
-
-class RecorderFile:
-    """The file of this process, a recorder of a bus."""
+class RecorderFile(NoteFile):
+    """The note of this process, a recorder of a bus."""
 
     def __init__(self, bus: str) -> None:
-        self._file = LockedFile()
-        for letter in _LETTERS:
-            self._path = _path(bus, letter)
-            if self._file.take(self._path, f"recorder of bus {bus!r}"):
-                return
-            self._file.close()
-        raise RuntimeError(
-            f"bus {bus!r}: expected less than {len(_LETTERS)} recorders beside each other, found "
-            "as many; end one"
-        )
+        super().__init__(bus, _KINDS, "recorder")
+        if not self.held:
+            raise RuntimeError(
+                f"bus {bus!r}: expected less than {len(_KINDS)} recorders beside each other, found "
+                "as many; end one"
+            )
 
     def write(self, note: RecorderNote) -> None:
-        """Write the current state."""
+        """Write the current state; of too many sessions, none."""
         body = msgspec.json.encode(note)
-        if len(body) > _MOST_BYTES:
+        if len(body) > MOST_BYTES:  # 48 sessions with the longest ids, and 64 engines, fit
             body = msgspec.json.encode(msgspec.structs.replace(note, running=[]))
-        os.pwrite(self._file.fd, _HEAD.pack(len(body), zlib.crc32(body)) + body, 0)
-
-    def close(self) -> None:
-        """Leave: the recorder gets no more sessions."""
-        if self._file.fd >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-        self._file.close()
+        self.write_body(body)
 
 
 def read_recorders(bus: str) -> list[RecorderNote]:
     """Return the notes of a bus's living recorders."""
-    found = []
-    for letter in _LETTERS:
-        try:
-            fd = open_own(_path(bus, letter), os.O_RDONLY, f"recorder of bus {bus!r}")
-        except (FileNotFoundError, PermissionError):
-            continue
-        try:
-            note = None if try_lock(fd, shared=True) else _read(fd)
-        finally:
-            os.close(fd)
-        if note is not None:
-            found.append(note)
-    return found
-
-
-def _read(fd: int) -> RecorderNote | None:
-    for _ in range(_TRIES):
-        raw = os.pread(fd, _HEAD.size + _MOST_BYTES, 0)
-        if len(raw) < _HEAD.size:
-            return None
-        length, checksum = _HEAD.unpack_from(raw)
-        body = raw[_HEAD.size : _HEAD.size + length]
-        if zlib.crc32(body) == checksum:
-            with contextlib.suppress(msgspec.DecodeError):
-                return msgspec.json.decode(body, type=RecorderNote)
-    return None
+    return read_notes(bus, _KINDS, "recorder", RecorderNote)

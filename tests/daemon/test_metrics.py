@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import Spawner, wait_until
 from operators import WORKER, cli, header_offset, put_group, write_at
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,6 +27,7 @@ from shmbus.daemon.metrics import MAX_SLOTS_LABELLED, MAX_THREADS, MetricsServer
 from shmbus.inspect.tables import HISTOGRAMS
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from shmbus_ext import _core
+from trainer_adapter import LogprobMismatch, OnlineDataHandler
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 ALERTS = DASHBOARD.with_name("alerts.yml")
@@ -399,7 +401,7 @@ def names_of_a_busy_bus(bus_name: str, server: MetricsServer, spawn: Spawner) ->
         with (
             shmbus.Producer(bus_name) as producer,
             shmbus.Feeder(bus_name) as feeder,
-            shmbus.Consumer(bus_name),
+            OnlineDataHandler(bus_name, groups_per_batch=1) as handler,
             PoolPublisher(bus_name, "weights", spec=PoolSpec(slot_bytes=4096)) as publisher,
             PoolReader(bus_name, "weights", label="http://127.0.0.1:1 rank 0") as reader,
         ):
@@ -409,6 +411,7 @@ def names_of_a_busy_bus(bus_name: str, server: MetricsServer, spawn: Spawner) ->
             with reader.latest(timeout=5) as lease:
                 reader.applied(lease)
             put_group(producer, "a")
+            handler.note_mismatch(LogprobMismatch(*torch.ones(7)))
             names = {name for name, _ in scrape(server)}
             publisher.close(remove=True)
     finally:
@@ -426,7 +429,7 @@ def test_the_dashboard_asks_only_for_metrics_that_exist(
     names = names_of_a_busy_bus(bus_name, server, spawn)
     assert wanted <= names, wanted - names
     for word in ("Trajectories a second", "Fill", "Groups by state", "Drops", "Producers",
-                 "Requested", "Failed attempts", "Waited", "Weights"):  # fmt: skip
+                 "Requested", "Failed attempts", "Waited", "Weights", "Logprobs"):  # fmt: skip
         assert any(word in panel["title"] for panel in panels), word
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids))

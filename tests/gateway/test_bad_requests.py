@@ -100,6 +100,12 @@ CASES = [
          {**GOOD, "inference_logprobs": [[float("nan")], []]}, 422, "NaN"),
     Case("score 1e999", "POST", "/scored_data", raw({**GOOD, "scores": ["@", 1]}, **{"@": "1e999"}),
          422),
+    Case("score 1e39", "POST", "/scored_data", {**GOOD, "scores": [1, 1e39]}, 422,
+         "scores[1]: expected a number within 1e+38, got 1e+39"),
+    Case("score 10**39", "POST", "/scored_data", {**GOOD, "scores": [-(10**39), 1]}, 422,
+         "scores[0]: expected a number within 1e+38, got -1e+39"),
+    Case("list with one large score", "POST", "/scored_data_list",
+         [TINY, {**GOOD, "scores": [1e39, 1]}], 422, "scores[0]"),
     Case("token 2**70", "POST", "/scored_data", {**GOOD, "tokens": [[2**70, 2], [3, 4]]}, 422,
          "beyond 64 bits"),
     Case("token 2**63", "POST", "/scored_data", {**GOOD, "tokens": [[2**63, 2], [3, 4]]}, 422,
@@ -168,10 +174,13 @@ def still_serves(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_is_answered_and_nothing_is_lost(shared: Gateway, case: Case) -> None:
+    before = shared.get("/status").json()["queue_size"]
     answer = shared.ask(case.method, case.path, case.content, **case.headers)
     assert answer.status == case.status, answer
     if case.says:
         assert case.says in answer.detail
+    if case.status == 422:
+        assert shared.get("/status").json()["queue_size"] == before, "a refused body put a group"
     still_serves(shared)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shmbus import Bus, CapacityError, LayoutMismatchError, Producer
 from shmbus.channel.endpoint import channel_path, companion_of
@@ -16,10 +17,13 @@ from shmbus.engines.pause_note import PauseNote, paused_by
 from shmbus.errors import WeightsError
 from shmbus.gateway.journal import Journal
 from shmbus.inspect.processes import servers_left
+from shmbus.inspect.status import read_status
 from shmbus.pool.pool_file import open_pool, pool_path
 from shmbus.segment.names import companion_name, shm_path
+from shmbus.segment.recorder_files import RecorderFile
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.single_copy import SharedFile, open_file, shared_state
+from trainer_adapter import LogprobMismatch, OnlineDataHandler
 
 NOBODY = 65534
 SECRET = b"of the victim" * 1000
@@ -44,6 +48,7 @@ OPENED: dict[str, tuple[Callable[[str, Path], str], Use]] = {
 }
 MADE: dict[str, tuple[Callable[[str, Path], str], Use]] = {
     "pause note": (lambda bus, _: companion("fleet", bus), lambda bus, _: PauseNote(bus)),
+    "recorder": (lambda bus, _: companion("recordera", bus), lambda bus, _: RecorderFile(bus)),
     "gateway": (lambda bus, _: companion("gateway", bus), lambda bus, _: Journal(Bus.open(bus))),
 }
 
@@ -158,3 +163,23 @@ def test_a_gateway_without_memory_names_its_file(bus: Bus, monkeypatch: pytest.M
     with pytest.raises(CapacityError, match=companion("gateway", bus.name)):
         Journal(bus)
     os.unlink(companion("gateway", bus.name))
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_note_breaks_neither_a_status_nor_the_note_of_a_run(
+    plant: Callable[[str, Path], None], bus: Bus, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = companion("trainer", bus.name)
+    (folder / "victim").write_bytes(SECRET)
+    plant(path, folder / "victim")
+    figures = LogprobMismatch(*torch.ones(7))
+    try:
+        with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+            handler.note_mismatch(figures)
+            handler.note_mismatch(figures)
+            assert handler.metrics()["mismatch/mean"] == 1
+            assert read_status(bus.name).mismatch is None
+        [record] = [each for each in caplog.records if each.name.startswith("trainer_adapter")]
+        assert path in record.getMessage()
+    finally:
+        (os.rmdir if plant is plant_folder else os.unlink)(path)

@@ -97,6 +97,26 @@ time.sleep(600)
 """
 
 
+MEASURING_TRAINER = """
+import sys, time, torch
+from types import SimpleNamespace
+from trainer_adapter import OnlineDataHandler, logprob_mismatch
+handler = OnlineDataHandler(sys.argv[1], groups_per_batch=1, label="trainer.py")
+for number in range(4):
+    handler.request(f"q{number}", group_size=2)
+print("offered", flush=True)
+batch = handler.next_batch(60)
+torch.manual_seed(0)
+exact, kept = -3 * torch.rand(400), torch.ones(400, dtype=torch.bool)
+engine = exact + 0.3 * torch.randn(400)
+sampled = SimpleNamespace(logprobs=engine, loss_mask=kept, advantages=torch.randn(400))
+figures = logprob_mismatch(exact, sampled, at_engine_dtype=0.9 * engine + 0.1 * exact)
+handler.note_mismatch(figures, engine=torch.bfloat16, trainer="float32")
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
 class Scene:
     """A bus, its reader and its workers, as processes of their own."""
 
@@ -125,6 +145,11 @@ class Scene:
         child.expect("offered")
         return child
 
+    def measuring_trainer(self) -> Child:
+        child = self._spawn.script(MEASURING_TRAINER, self.name)
+        child.expect("offered")
+        return child
+
     def rank(self, rank: int, of: int) -> Child:
         child = self._spawn.script(TRAINER, self.name, 0, 0, "wait", "", rank, of)
         child.expect("ready")
@@ -150,6 +175,22 @@ def healthy(scene: Scene) -> None:
     trainer = scene.trainer(taken=1)
     scene.worker(answers=3)
     trainer.expect("ready")
+
+
+def rounding_clips(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.measuring_trainer()
+    scene.worker(answers=3)
+    trainer.expect("ready")
+
+
+def measuring_trainer_dead(scene: Scene) -> None:
+    scene.begin()
+    trainer = scene.measuring_trainer()
+    scene.worker(answers=3)
+    trainer.expect("ready")
+    trainer.kill()
+    scene.trainer(offered=0)
 
 
 def one_failed(scene: Scene) -> None:
@@ -460,6 +501,11 @@ NOT_BACK = (
 
 TABLE = [
     Row(healthy, r"Nothing stands in the way: 1 producer,"),
+    Row(rounding_clips,
+        r"Engine bfloat16, trainer float32: 90% of the logprob difference is rounding, and PPO's "
+        r"clip removes the gradients of \d\d% of the tokens\. Run the trainer's forward pass in "
+        r"the engine's dtype, or publish the weights with rounding='stochastic' \(docs/trainer"),
+    Row(measuring_trainer_dead, r"Nothing stands in the way: 1 producer,"),
     Row(one_failed, rf"{TRAINER_IS} waits for groups( and holds 1)?: .* with workers"),
     Row(paused, r"Paused for .* s: loading weights\. `shmbus resume test-.*` ends the pause"),
     Row(paused_while_full, r"Paused for .* s: loading weights\."),
@@ -577,7 +623,7 @@ def test_each_state_has_its_sentence(
         watcher.poll()
         assert pattern.match(sentence_of(watcher.status)), sentence_of(watcher.status)
         others = [line for line in said if line.startswith("Nothing stands")]
-        assert row.make in (healthy, one_failed) or not others, said
+        assert row.make in (healthy, measuring_trainer_dead, one_failed) or not others, said
     finally:
         for child in scene.stopped:
             child.send_signal(signal.SIGCONT)

@@ -5,14 +5,22 @@ from collections.abc import Callable
 
 import pytest
 from conftest import Daemon, Spawner, wait_until
+from msgspec.structs import replace
 from operators import cli
 
 from shmbus import Bus, BusFullError, Consumer, Producer
-from shmbus.data.status_types import BusStatus, GroupCells, SampleCell, Verdict
+from shmbus.data.status_types import (
+    BusStatus,
+    GroupCells,
+    MismatchStatus,
+    SampleCell,
+    Verdict,
+)
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import groups_text, status_text
+from shmbus.inspect.verdict import judge
 from shmbus.inspect.who_is_missing import waiting_for
 
 
@@ -258,3 +266,25 @@ def test_a_worker_that_gives_back_is_a_finding_until_it_works(bus_name: str) -> 
         assert (found.cause, found.cost) == ("engine away", pytest.approx(0.4))
         away.requests.next(timeout=5.0)
         assert "worker_held" not in [each.kind for each in said(bus_name).findings]
+
+
+@pytest.mark.parametrize(
+    ("gap_share", "clipped", "kinds"),
+    [
+        (0.5, 0.05, ["precision_gap"]),
+        (0.49, 0.9, []),
+        (1.0, 0.04, []),
+        (None, 0.9, []),
+        (0.9, None, []),
+    ],
+)
+def test_rounding_is_an_obstacle_where_it_dominates_and_clips(
+    bus: Bus, gap_share: float | None, clipped: float | None, kinds: list[str]
+) -> None:
+    measured = MismatchStatus(policy_version=1, gap_share=gap_share, clipped=clipped)
+    with Producer(bus.name), Consumer(bus.name):
+        status = replace(read_status(bus.name), mismatch=measured)
+    verdict = judge(status)
+    assert [finding.kind for finding in verdict.findings] == kinds
+    assert not any("Engine" in finding.what for finding in verdict.findings)
+    assert not judge(status, wants="groups").findings

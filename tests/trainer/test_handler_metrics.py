@@ -3,17 +3,25 @@
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import wait_until
+import torch
+from conftest import Daemon, wait_until
 from numpy_batches import put_random
+from prometheus_client import generate_latest
 from torch.utils.data import DataLoader
 
+import shmbus
 from shmbus import Bus, Producer
-from trainer_adapter import OnlineDataHandler, ScoredGroup
+from shmbus.daemon.metrics import BusCollector
+from shmbus.data.status_types import MismatchStatus
+from shmbus.inspect.status import read_status
+from trainer_adapter import LogprobMismatch, OnlineDataHandler, ScoredGroup
 from trainer_adapter.handler.metrics import KINDS, PENDING_BATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,10 +164,65 @@ def test_the_page_has_every_name(bus: Bus, producer: Producer) -> None:
     put(producer, "a", [1.0, 3.0])
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         handler.next_batch(10)
+        handler.note_mismatch(LogprobMismatch(*torch.ones(7)))
         found = handler.metrics()
     reasons = {name for name in found if name.startswith("drops/")} - {"drops/total"}
     assert set(found) - reasons | {"drops/REASON"} == named
     assert {name.partition("/")[0] for name in found if "/" in name} == set(KINDS)
+
+
+def test_noted_differences_are_averaged_for_the_logger_and_the_newest_is_seen_beside_the_bus(
+    daemon: Callable[..., Daemon], bus_name: str
+) -> None:
+    daemon("--capacity", "4MiB")
+
+    def seen() -> MismatchStatus | None:
+        return read_status(bus_name, walk=False).mismatch
+
+    split = LogprobMismatch(*torch.tensor([0.1, 0.5, 0.01, 0.25, 0.02, 0.06, 0.75]))
+    later = LogprobMismatch(*torch.tensor([0.3, 0.7, torch.inf, 0.125, *[torch.nan] * 3]))
+    told: list[dict[str, float]] = []
+    with (
+        OnlineDataHandler(bus_name, groups_per_batch=1, on_metrics=told.append) as handler,
+        OnlineDataHandler(bus_name, groups_per_batch=1, split="eval") as other,
+        Producer(bus_name) as producer,
+    ):
+        assert seen() is None
+        handler.set_policy_version(7)
+        handler.note_mismatch(split, engine=torch.bfloat16, trainer="float32")
+        handler.note_mismatch(later, engine=torch.bfloat16, trainer="float32")
+        other.note_mismatch(later)
+        put(producer, "a", [1.0, 3.0])
+        handler.next_batch(10)
+        want = {
+            "mean": 0.2, "p99": 0.6, "k3": 0.01, "clipped": 0.1875,
+            "policy_change": 0.02, "precision_gap": 0.06, "gap_share": 0.75,
+        }  # fmt: skip
+        for found in (handler.metrics(), told[0]):
+            got = {name[9:]: value for name, value in found.items() if name.startswith("mismatch/")}
+            assert got == pytest.approx(want)
+        assert "mismatch/mean" not in handler.metrics()
+        newest = seen()
+        assert newest is not None
+        assert (newest.policy_version, newest.engine, newest.trainer) == (7, "bfloat16", "float32")
+        newest_figures = {name: getattr(newest, name) for name in want}
+        assert newest_figures == pytest.approx({**want, "mean": 0.3, "p99": 0.7, "clipped": 0.125})
+        text = generate_latest(BusCollector(bus_name)).decode()
+        assert f'shmbus_logprob_share{{bus="{bus_name}",kind="gap_share"}} 0.75' in text
+        device = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+        handler._metrics._copied = device  # still computes
+        handler.note_mismatch(split)
+        assert seen() == newest
+        assert handler.metrics()["mismatch/mean"] == pytest.approx(0.1)
+        assert seen() != newest
+        with pytest.raises(TypeError, match="got dict"):
+            handler.note_mismatch({"mean": 0.1})  # type: ignore[arg-type]
+        with pytest.raises(TimeoutError) as caught:
+            handler.next_batch(0.3)
+        assert "rounding" not in str(caught.value)
+    assert seen() is None
+    with pytest.raises(shmbus.BusClosedError):
+        handler.note_mismatch(split)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

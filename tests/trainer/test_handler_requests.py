@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,40 @@ def test_a_checkpoint_offers_again_exactly_what_was_not_trained(bus_name: str) -
         handler.ack(batch)
         assert handler.state_dict()["requests"]["open"] == []
         assert handler.stats().requests.balanced
+
+
+@pytest.mark.parametrize("by_a_feeder", [True, False])
+def test_a_trained_prompt_that_is_open_still_is_no_later_offer_of_the_same_prompt(
+    daemon: Callable[..., Daemon], bus_name: str, by_a_feeder: bool
+) -> None:
+    daemon("--capacity", "4MiB")
+    offer: dict[str, Any] = {"group_size": 2, "prompt": np.arange(3, dtype=np.int32)}
+
+    def requests_of(handler: OnlineDataHandler) -> tuple[list[str], list[list[Any]]]:
+        saved = handler.state_dict()["requests"]
+        return [each["instance_id"] for each in saved["open"]], saved["trained"]
+
+    with (
+        Producer(bus_name) as producer,
+        shmbus.Feeder(bus_name) as feeder,
+        OnlineDataHandler(bus_name, groups_per_batch=1) as earlier,
+        OnlineDataHandler(bus_name, groups_per_batch=1) as later,
+    ):
+        earlier.request("q", **offer)
+        sample_all(producer)
+        trained = earlier.next_batch(10)  # yielded counts as trained
+        later.load_state_dict(json.loads(json.dumps(earlier.state_dict())))
+        restored = later.restored_requests
+        assert restored is not None
+        assert (restored.trained, restored.beyond) == ([("q", None, "train")], [])
+        assert requests_of(later) == ([], [["q", None, "train"]])
+        earlier.ack(trained)
+        wait_until(lambda: not later._consumer.open_requests())
+        if by_a_feeder:
+            assert requests_of(later) == ([], [])
+        assert (feeder if by_a_feeder else later).request("q", **offer) > 0
+        assert requests_of(later) == (["q"], [])
+        assert sample_all(producer) == ["q"]
 
 
 def test_a_handler_whose_bus_has_no_requests_saves_none(bus: Bus) -> None:

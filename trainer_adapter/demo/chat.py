@@ -181,7 +181,7 @@ class ChatRun:
             asked = time.monotonic()
             batch = handler.next_batch(PATIENCE_S)
             got = time.monotonic()
-            figures = self._step(batch, probe=handler.step % PROBE_STEPS == 0)
+            figures = self._step(handler, batch)
             stepped = time.monotonic()
             send(handler.step)
             self._unsaved.append(batch)
@@ -192,9 +192,10 @@ class ChatRun:
             }  # fmt: skip
             self.figures.append(figures)
             self.training.append(Point(self._seconds(), handler.step, figures["reward"]))
+            rounding = f" ({figures['gap_share']:.0%} rounding)" if "gap_share" in figures else ""
             print(
                 f"step {handler.step:>3}/{self.steps}  reward {figures['reward']:.3f}  |dlogp| "
-                f"{figures['mean']:.4f}  wait {figures['wait_s']:.1f} s  train "
+                f"{figures['mean']:.4f}{rounding}  wait {figures['wait_s']:.1f} s  train "
                 f"{figures['train_s']:.1f} s  weights {figures['update_s']:.2f} s  "
                 f"{self._seconds():,.0f} s",
                 flush=True,
@@ -202,14 +203,15 @@ class ChatRun:
             if handler.step % self.scale.evaluate_every == 0 or handler.step == self.steps:
                 self._evaluate(handler)
 
-    def _step(self, batch: Any, *, probe: bool) -> dict[str, float]:
+    def _step(self, handler: OnlineDataHandler, batch: Any) -> dict[str, float]:
         """Train on a batch; return the figures of the gap and of clipping."""
         logprobs = chat_task.logprobs_of(self.model, batch, self.remedy.forward)
         low = None
-        if probe:
+        if handler.step % PROBE_STEPS == 0:
             with torch.no_grad():
                 low = chat_task.logprobs_of(self.model, batch, self.scale.dtype)
         mismatch = logprob_mismatch(logprobs.detach(), batch, at_engine_dtype=low)
+        handler.note_mismatch(mismatch, engine=self.scale.dtype, trainer=self.remedy.forward)
         old, weights = batch.logprobs, None
         if self.remedy.correction != "none":
             old = logprobs.detach()

@@ -71,6 +71,7 @@ from trainer_adapter.handler.take import (
     take_from,
     take_until_due,
 )
+from trainer_adapter.mismatch import LogprobMismatch
 from trainer_adapter.scored_group import ScoredGroup
 
 if TYPE_CHECKING:
@@ -893,6 +894,43 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         """
         return self._metrics.read(prefix)
 
+    def note_mismatch(
+        self,
+        figures: LogprobMismatch,
+        *,
+        engine: torch.dtype | str = "",
+        trainer: torch.dtype | str = "",
+    ) -> None:
+        """Count a comparison of the engine's and the trainer's logprobs, for `metrics`.
+
+        `shmbus status` names a precision gap that dominates, and Prometheus gets the newest
+        figures; of several trainers on a bus, those of the first.
+
+        Parameters
+        ----------
+        figures : LogprobMismatch
+            From `logprob_mismatch`, of a batch or a micro-batch. The call waits for no device.
+        engine, trainer : torch.dtype or str
+            Dtypes of the forward passes, for the sentence of `shmbus status`.
+
+        Raises
+        ------
+        TypeError, BusClosedError
+            `figures` is of another type; the handler is closed.
+
+        Examples
+        --------
+        >>> figures = logprob_mismatch(logprobs, batch, at_engine_dtype=low)
+        >>> handler.note_mismatch(figures, engine=torch.bfloat16, trainer=torch.float32)
+        """
+        if not isinstance(figures, LogprobMismatch):
+            raise TypeError(
+                "figures: expected a LogprobMismatch, as logprob_mismatch returns, got "
+                f"{type(figures).__name__}"
+            )
+        names = (str(dtype).removeprefix("torch.") for dtype in (engine, trainer))
+        self._metrics.note_mismatch(figures, *names)
+
     # -- state ----------------------------------------------------------------------------------
 
     def set_policy_version(self, version: int) -> None:
@@ -990,6 +1028,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
             self._prefetcher.stop()
         self._packer.close()
         self._evaluation.close()
+        self._metrics.close()
         self._consumer.close()
 
     @property

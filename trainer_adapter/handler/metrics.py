@@ -3,27 +3,37 @@
 Invariants:
 
 - Counting a batch is cheap until a read, or until some dozens of batches are counted together by
-  vector operations on the host. Nothing waits for a device.
+  vector operations on the host.
+- Nothing waits for a device, except a read, and every `PENDING_MISMATCHES`-th comparison of
+  logprobs.
 - Memory is bounded for any number of batches between two calls.
 - Each reader owns a meter: the calls of `metrics` and `on_metrics` take nothing from each other.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
+import msgspec
 import numpy as np
+import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
+from torch import Tensor
 
 import shmbus
 from shmbus.base.ledger import REASONS
 from shmbus.batch.scores import are_equal
+from shmbus.data.status_types import MismatchStatus
+from shmbus.segment.note_file import MISMATCH_KIND, NoteFile
 from trainer_adapter.batches.batch import Batch, BatchFacts
 from trainer_adapter.batches.sample_flags import count_truncated
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
+from trainer_adapter.mismatch import LogprobMismatch
 
 __all__ = [
     "KINDS",
@@ -39,15 +49,20 @@ Metrics: TypeAlias = "dict[str, float]"
 Callback: TypeAlias = "Callable[[Metrics], object]"
 OnMetrics: TypeAlias = "Callback | Mapping[str, Callback]"
 
+logger = logging.getLogger(__name__)
+
 #: Kinds of metrics: the part of a name before the slash.
 KINDS: Final = (
-    "reward", "lag", "length", "batch", "share", "time", "rate", "drops", "refill", "bus",
+    "reward", "lag", "length", "batch", "share", "time", "rate", "mismatch", "drops", "refill",
+    "bus",
 )  # fmt: skip
 
 
 #: Batches and samples counted together if no reader comes in between.
 PENDING_BATCHES: Final = 256
 PENDING_SAMPLES: Final = 16_384
+#: Comparisons of logprobs that may wait for their device.
+PENDING_MISMATCHES: Final = 64
 
 
 def checked_on_metrics(given: Any) -> OnMetrics | None:
@@ -136,6 +151,13 @@ class BatchMeter:
         self._rewards = self._lags = self._lengths = Moments()
         self._batches = self._groups = self._equal = self._truncated = 0
         self._fill = self._waited_s = self._packed_s = 0.0
+        self._mismatches: dict[str, Moments] = {}
+
+    def note_mismatch(self, figures: Metrics) -> None:
+        """Count a comparison of engine and trainer."""
+        for name, value in figures.items():
+            known = self._mismatches.get(name, Moments())
+            self._mismatches[name] = known.joined(Moments(1, value, 0.0, value, value))
 
     def note(self, figures: BatchFigures) -> None:
         """Count a batch."""
@@ -187,6 +209,7 @@ class BatchMeter:
             "policy_version": float(ledger.policy_version),
             "batches": float(self._batches),
             **(self._of_batches(now_s) if self._batches else {}),
+            **{name: moments.mean for name, moments in self._mismatches.items()},
             **self._of_bus(ledger),
         }
         self._dropped = dict(ledger.dropped)
@@ -260,6 +283,14 @@ class HandlerMetrics:
         # Finding truncated samples costs a search of each meta.
         self._counts_truncated = on_metrics is not None
         self._measured: MadeBatch[Batch] | None = None
+        self._mismatches: list[Tensor] = []
+        #: After the copies of `_mismatches` from a device.
+        self._copied: Any = None
+        #: The newest figures of mismatches, beside the bus for observers.
+        self._newest = MismatchStatus(policy_version=0)
+        self._notes: NoteFile | None = None
+        #: False after a failure, of which the run is told once.
+        self._shows = True
 
     @property
     def refill(self) -> int:
@@ -269,6 +300,7 @@ class HandlerMetrics:
     def read(self, prefix: str) -> Metrics:
         """Return the figures since the last call, their names behind a prefix."""
         self._counts_truncated = True
+        self._count_mismatches(wait=True)
         found = self._meter.read(self._consumer.stats(), self._planner.step, time.monotonic())
         return {prefix + name: value for name, value in found.items()} if prefix else found
 
@@ -278,6 +310,7 @@ class HandlerMetrics:
         if not ready or ready[0] is self._measured or not isinstance(ready[0], MadeBatch):
             return
         self._measured = first = ready[0]
+        self._count_mismatches(wait=False)
         facts = first.batch.facts
         assert facts is not None, "a handler's batch has them"
         truncated = count_truncated(first.batch.groups) if self._counts_truncated else 0
@@ -291,6 +324,55 @@ class HandlerMetrics:
         if self._told is not None:
             self._told.note(figures)
             self._tell(self._told)
+
+    def note_mismatch(self, figures: LogprobMismatch, engine: str, trainer: str) -> None:
+        """Count a comparison of engine and trainer, once their device has computed it."""
+        version = self._consumer.policy_version
+        self._newest = replace(self._newest, policy_version=version, engine=engine, trainer=trainer)
+        values = torch.stack([value.float() for value in figures])
+        self._mismatches.append(values.to("cpu", non_blocking=True))
+        if values.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        self._count_mismatches(wait=len(self._mismatches) >= PENDING_MISMATCHES)
+
+    def _count_mismatches(self, *, wait: bool) -> None:
+        """Count the comparisons, and tell observers the newest, unless a device still computes."""
+        if self._copied is not None:
+            if not (wait or self._copied.query()):
+                return
+            self._copied.synchronize()
+            self._copied = None
+        if not self._mismatches:
+            return
+        pending, self._mismatches = self._mismatches, []
+        for values in torch.stack(pending).tolist():
+            named = zip(LogprobMismatch._fields, values, strict=True)
+            finite = {name: value for name, value in named if math.isfinite(value)}
+            self._newest = replace(self._newest, **finite)
+            for meter in filter(None, (self._meter, self._told)):
+                meter.note_mismatch({f"mismatch/{name}": value for name, value in finite.items()})
+        if self._shows:
+            self._show()
+
+    def _show(self) -> None:
+        """Note the newest figures beside the bus, unless another trainer of the bus does so."""
+        try:
+            if self._notes is None or not self._notes.held:
+                self._notes = NoteFile(self._consumer.name, [MISMATCH_KIND], "trainer")
+            if self._notes.held:
+                self._notes.write_body(msgspec.json.encode(self._newest))
+        except (OSError, shmbus.ShmbusError) as error:
+            self._shows = False
+            logger.warning(
+                "bus %r: `shmbus status` shows no logprob differences: %s",
+                self._consumer.name, error,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Take back what observers were told; idempotent."""
+        if self._notes is not None:
+            self._notes.close()
 
     def _tell(self, told: BatchMeter) -> None:
         found = told.read(self._consumer.stats(), self._planner.step, time.monotonic())

@@ -116,6 +116,8 @@ class PromptOffers:
         if key in self._whole:
             self._whole.discard(key)
             return 0
+        if key in self._trained_open:  # unless ended by now
+            self._trained_open &= Counter(self._consumer.open_requests())
         return self._consumer.request(instance_id, round=round, split=split, **more)
 
     # -- open prompts -----------------------------------------------------------------------------

@@ -24,17 +24,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-
 import shmbus
 from shmbus.base.arguments import check_choice
 from trainer_adapter.adapters.ended_groups import EndedGroups
 from trainer_adapter.adapters.prompt_response import experts_of, part_row
 from trainer_adapter.adapters.split_consumer import SplitConsumer
 from trainer_adapter.adapters.verl.manager import LIMITS, OFFERED, PROMPTS, bus_of, needed
-
-#: verl keeps scores in tensors of this type.
-_LARGEST_SCORE: Final = float(np.finfo(np.float32).max)
 
 
 def trajectories_of(
@@ -85,15 +80,6 @@ def _check_limits(
             )
 
 
-def _score_of(t: shmbus.Trajectory) -> float:
-    if abs(t.score) > _LARGEST_SCORE:
-        raise ValueError(
-            f"group {t.instance_id!r}, sample {t.index}: expected a score that a float of 32 bits "
-            f"holds, got {t.score}; clip it"
-        )
-    return t.score
-
-
 def _turns_of(t: shmbus.Trajectory, meta: Mapping[str, Any]) -> int:
     calls = meta.get("turns")  # as a recorder counts them: verl counts the questions, too
     turns = meta.get("num_turns", 2 * calls if type(calls) is int else 2)
@@ -125,7 +111,7 @@ def _fields_of(t: shmbus.Trajectory, row: Mapping[str, Any], logprobs: bool) -> 
         prompt_ids=parted.prompt,
         response_ids=parted.response,
         response_mask=parted.mask,
-        reward_score=_score_of(t),
+        reward_score=t.score,
         num_turns=_turns_of(t, meta),
         metrics={},
         extra_fields={
