@@ -6,8 +6,6 @@ process here, so nothing waits for anybody: these are costs of calls, not of a h
 sends, takes and acknowledges whole rounds, and times one part.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import secrets

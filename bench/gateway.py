@@ -8,8 +8,6 @@ turn. The figure: processor time of all threads of a server.
 batches of one group. Row: peak of the gateway's own memory, without the pages of the bus.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gzip

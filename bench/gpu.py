@@ -5,8 +5,6 @@ host-to-device rate of the same run; what crosses counts, 9 bytes a token for th
 the other transports. Rates are of wall-clock time over many batches, two under way at a time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import secrets

@@ -9,8 +9,6 @@ with another one there is nothing to compare with, which is said. They say nothi
 nor about time: `bench.suite` does.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

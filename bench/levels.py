@@ -1,7 +1,5 @@
 """How much is measured: to keep figures, for a quick check, or to see that it runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

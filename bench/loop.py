@@ -4,8 +4,6 @@ Engine, workers, transport and trainer of `bench.goodput`, without deaths: token
 the trainer trains, and the share of time that the trainer waits.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import statistics

@@ -1,7 +1,5 @@
 """The machine of a run: versions, processor, load, and what it lacks for a measurement."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

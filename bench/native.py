@@ -1,7 +1,5 @@
 """C programs of the benchmark: compiled when needed, by the compiler in ``CC`` or ``cc``."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

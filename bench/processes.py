@@ -7,8 +7,6 @@ Invariants:
 - Imports nothing beside the standard library, since every process of a measurement does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ cannot be written in the end are printed; SIGTERM ends a program as an exception
 processes and segments are cleaned up.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ second say who has no time left: the daemon, the ranks, or nobody, which is memo
 ``--producers N`` measures N producers against one embedded reader instead: views, and packed.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -6,8 +6,6 @@ An arm is a way to publish float32 masters to a 16-bit engine, or a remedy in th
 that of ``shmbus demo --engine vllm``, from the same checkpoint and prompts in each arm.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

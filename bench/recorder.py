@@ -8,8 +8,6 @@ through `shmbus proxy`, whole and streamed (the first token counts). The differe
 the recorder's. ``--sessions`` opens so many sessions at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

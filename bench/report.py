@@ -5,8 +5,6 @@ file of ``bench/results`` without its suffix, each ROW a row's name or a pattern
 without one). ``picture`` in the place of a row draws the contenders beside memcpy.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import json

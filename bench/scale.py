@@ -5,8 +5,6 @@ row: exponent k of cost = c * size^k, fitted over all sizes. A cost is processor
 several tries, each size in a fresh process.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

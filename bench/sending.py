@@ -1,7 +1,5 @@
 """The ends of all rows over shmbus: the bus of a measurement, its daemon, and its producers."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import secrets

@@ -8,8 +8,6 @@ machine can measure was measured, whether or not targets are met; 1 if something
 could be measured; 2 for wrong usage. A row that cannot be measured here says why.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import fnmatch

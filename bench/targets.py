@@ -1,7 +1,5 @@
 """The target of each row, by its name. A target is a decision: it follows no measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

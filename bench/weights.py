@@ -6,8 +6,6 @@ same tensors into a new file on tmpfs, torch.multiprocessing into a shared tenso
 gets arrays. For patches a share of all elements changes before each round.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import ctypes

@@ -7,8 +7,6 @@ pinned copies over PCIe each way, and the way that is common without shmbus: tor
 tensor (`torch.multiprocessing`), opened, copied, closed.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

@@ -3,8 +3,6 @@
 What the producers of a workload send is the same in every run: it follows from its parameters.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

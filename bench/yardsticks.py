@@ -3,8 +3,6 @@
 Each is measured in processes of its own, beside the row.
 """
 
-from __future__ import annotations
-
 import ctypes
 import queue
 import statistics

@@ -4,8 +4,6 @@ A module of this package can be imported where its contender is not installed: i
 imported by its ends. `bench.contenders.base` says what a module has to have.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Final

@@ -1,7 +1,5 @@
 """Atropos: the API server of atroposlib, as it is, over HTTP on the loopback interface."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import sys

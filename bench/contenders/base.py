@@ -15,8 +15,6 @@ Invariants: what was sent before the sender's context ends arrives; nothing that
 outlives it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess

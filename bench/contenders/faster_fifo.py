@@ -1,7 +1,5 @@
 """faster-fifo: a circular buffer of bytes in shared memory, behind one mutex."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """iceoryx2: loan a sample in shared memory, write into it, send it, without overflow."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

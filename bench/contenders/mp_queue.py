@@ -1,7 +1,5 @@
 """multiprocessing.Queue: pickle into a pipe, out of a pipe; what one reaches for first."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import queue

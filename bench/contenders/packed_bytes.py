@@ -4,8 +4,6 @@ One struct as an array, arrays as binary strings beside each other. Decoding cop
 are views of the message.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

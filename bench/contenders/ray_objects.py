@@ -1,7 +1,5 @@
 """Ray: ray.put by the producers, ray.get by the consumer, and an actor that hands over the refs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

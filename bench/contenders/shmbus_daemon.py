@@ -1,7 +1,5 @@
 """shmbus through its daemon: `shmbus serve` reads and groups, the consumer leases from it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """shmbus, embedded: the consumer reads the ring itself, and groups by instance_id."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator, Sequence

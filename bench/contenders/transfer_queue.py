@@ -1,7 +1,5 @@
 """TransferQueue: kv_batch_put and kv_batch_get, on its own storage units, over Ray and zmq."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

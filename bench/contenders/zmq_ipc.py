@@ -1,7 +1,5 @@
 """pyzmq: PUSH and PULL over an ipc socket, with msgspec."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import tempfile

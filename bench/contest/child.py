@@ -7,8 +7,6 @@ Invariant: no process that this one or its descendants started outlives it, also
 themselves daemons.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

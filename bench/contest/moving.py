@@ -4,8 +4,6 @@ The consumer makes an array of each field, and looks no further. A probe of late
 of a few tokens and a group of its own, to a reader that sleeps.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Runs the contest: every contender in an interpreter of its own (``make bench-contenders``)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ the worker after delivery, and the trainer, as read from the batch, in the check
 appends an entry, so a kill leaves whole entries.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

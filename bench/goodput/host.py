@@ -6,8 +6,6 @@ seconds until the trainer has trained a token generated after the kill. A conten
 token in the scenario's patience counts as hung: every process starts anew, a restart by hand.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

@@ -4,8 +4,6 @@ The engine is a stub that answers ``POST /v1/completions`` as vLLM does: the ids
 the numbers of its tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import importlib

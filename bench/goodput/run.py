@@ -7,8 +7,6 @@ auditor: the trainer's end loses or doubles one answer. ``--soak SECONDS`` runs 
 daemon with a kill each ``--every`` seconds, and continues earlier pieces of ``--parts``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

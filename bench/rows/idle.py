@@ -3,8 +3,6 @@
 Processor seconds a minute.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Final

@@ -6,8 +6,6 @@ same pauses: a bare futex between two C programs; for the daemon, which is two w
 that a third interpreter passes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import statistics

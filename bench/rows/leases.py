@@ -1,7 +1,5 @@
 """Groups that one client leases through the daemon and acknowledges, some hundred at a time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Final

@@ -4,8 +4,6 @@ Several at a time. The workers wait before the feeder begins, and end nothing: t
 all groups. The clock runs from the first offer to the last sample that any worker took.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Final

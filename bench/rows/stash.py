@@ -7,8 +7,6 @@ Samples are made right before they are added, each with an id of its own; ready 
 and ended between the timed calls; the garbage collector is off.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import time

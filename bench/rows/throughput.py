@@ -4,8 +4,6 @@ The span of a run goes from the first delivery in the consumer to its last ackno
 run ends with a check: the ledger balances, and the last trajectory arrived as it was sent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

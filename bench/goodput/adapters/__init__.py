@@ -6,8 +6,6 @@ down right after delivery; ``train(address, stub, state)``, a context manager yi
 `End`. Invariant: a link leaves no process and no file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

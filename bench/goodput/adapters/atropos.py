@@ -1,7 +1,5 @@
 """Atropos: the API server of atroposlib over HTTP, which forgets a batch once handed out."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import socket

@@ -1,7 +1,5 @@
 """`multiprocessing.Queue`: a pickle of each group, through a pipe."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

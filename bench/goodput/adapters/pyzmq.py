@@ -1,7 +1,5 @@
 """pyzmq: PUSH and PULL, the sockets of prime-rl's ZMQ transport, with a high-water mark."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import pickle

@@ -1,7 +1,5 @@
 """`ray.util.queue.Queue`: an actor that Ray starts again, with retried calls."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -1,7 +1,5 @@
 """shmbus through its daemon: `shmbus serve` groups, and the trainer leases."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys

@@ -1,7 +1,5 @@
 """shmbus, embedded: prompts from the trainer, answers of any worker, batches by the handler."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

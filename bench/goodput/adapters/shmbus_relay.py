@@ -1,7 +1,5 @@
 """shmbus between two Ray nodes of this machine: workers on one, the trainer on the other."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """TransferQueue, verl's store: keys with tags, listed by the trainer and cleared when trained."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@ A worker's death kills the rollout process; the trainer's health check then fail
 supervisor restarts the trainer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import queue
