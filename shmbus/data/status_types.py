@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from shmbus.base.decodable import decodable
 from shmbus.base.ledger import LanePauseStatus, TrajectoryCounts
 from shmbus.data.schema import SchemaField
 from shmbus_ext import _core
@@ -434,6 +435,7 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
     sum: float
 
 
+@decodable
 class MismatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A trainer's newest comparison with the engine: a ``LogprobMismatch``, with dtypes.
 

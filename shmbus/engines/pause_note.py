@@ -15,6 +15,7 @@ import msgspec
 
 from shmbus import LayoutMismatchError
 from shmbus.base.closing import ClosedByWith
+from shmbus.base.decodable import decodable
 from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
@@ -24,6 +25,7 @@ MAX_BYTES = 1 << 20
 ASKED_S = 0.1
 
 
+@decodable
 class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/1"):
     """Content of the note: pausing process, paused servers, version."""
 

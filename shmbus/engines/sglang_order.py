@@ -15,6 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from shmbus.base.decodable import decodable
+
 #: Value of `--custom-weight-loader`, and the load format of an update.
 LOADER = "shmbus.engines.sglang_loader.load"
 
@@ -25,6 +27,7 @@ _BEFORE = b"\x80\x02]X"  # protocol 2, an empty list, a text of the given bytes
 _AFTER = b"ctorch\nTensor\n)R\x86a."  # torch.Tensor, no arguments, call, pair, append, end
 
 
+@decodable
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="shmbus/1"):
     """A rank's order."""
 

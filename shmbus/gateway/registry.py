@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
+from shmbus.base.decodable import decodable
 from shmbus.gateway import settings
 from shmbus.http.access import Refusal
 from shmbus.peers.atropos_queue import Availability
@@ -66,6 +67,7 @@ class Environment(NewEnvironment, kw_only=True):
     connected: bool = True
 
 
+@decodable
 class _State(msgspec.Struct, kw_only=True):
     """The stored state."""
 

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from shmbus.base.decodable import decodable
 from shmbus.decode import RoutedExperts, sampled_logprobs, token_ids
 from shmbus.recorder.sampling import has_grammar, options_of
 from shmbus.recorder.transcript import Span, Turn
@@ -51,15 +52,18 @@ class BadAnswer(Exception):
         self.engine_gone = engine_gone
 
 
+@decodable
 class _ChatLogprobs(msgspec.Struct):
     content: list[msgspec.Raw] | None = None
 
 
+@decodable
 class _Token(msgspec.Struct, gc=False):
     token: str
     logprob: float
 
 
+@decodable
 class _TextLogprobs(msgspec.Struct):
     token_logprobs: list[float] | None = None
     tokens: list[str] | None = None

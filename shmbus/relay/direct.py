@@ -30,6 +30,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from shmbus.base.backoff import backoff_s
+from shmbus.base.decodable import decodable
 
 #: Buffers kept: the blocks under way and a spare.
 _MOST_KEPT = 4
@@ -100,6 +101,7 @@ _MOST_ENDPOINT_BYTES: Final = 4096
 _BACKLOG: Final = 64
 
 
+@decodable
 class Endpoint(NamedTuple):
     """A process's listening address."""
 

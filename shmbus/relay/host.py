@@ -27,6 +27,7 @@ from shmbus.base.arguments import (
     check_period,
     check_seconds,
 )
+from shmbus.base.decodable import decodable
 from shmbus.inspect.status import read_status
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.messages import Envelope, Message, pack
@@ -46,6 +47,7 @@ _FAILED = 70
 _LAST_WORDS_S = 0.2
 
 
+@decodable
 class PartyPlan(msgspec.Struct, frozen=True):
     """A party's plan in names and numbers."""
 

@@ -30,6 +30,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from shmbus import errors
+from shmbus.base.decodable import decodable
 from shmbus.relay.messages import ORIGIN_BYTES, Labels, MissingSample, Origin, name_origin
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.own_file import open_own
@@ -53,6 +54,7 @@ _SPARE_BYTES: Final = 256 << 20
 _AGAIN_S: Final = 1.0
 
 
+@decodable
 class _Run(msgspec.Struct, array_like=True):
     version: int
     bus: str
@@ -60,6 +62,7 @@ class _Run(msgspec.Struct, array_like=True):
     life: str
 
 
+@decodable
 class _Put(msgspec.Struct, array_like=True):
     origins: bytes
     missing: tuple[MissingSample, ...]

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from shmbus import errors
+from shmbus.base.decodable import decodable
 from shmbus.pool import PoolReader, VersionLease
 from shmbus.pool.pool_status import ARRIVED_CODE, RESTARTED_CODE
 from shmbus.relay.distribution import PIECE_BYTES, SILENT_S, Distribution, Hop, count_pieces
@@ -44,6 +45,7 @@ _NAME_S: Final = 1.0
 _NOW_S: Final = 0.0
 
 
+@decodable
 class _Where(msgspec.Struct):
     """The part of a version's text with the place of its bytes."""
 

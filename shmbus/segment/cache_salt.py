@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from shmbus.base.decodable import decodable
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, shm_path
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
@@ -32,6 +33,7 @@ _IDENTITY_AT: Final = _BUS_HEADER["offsets"][_BUS_HEADER["names"].index("identit
 _IDENTITY_BYTES: Final = 16
 
 
+@decodable
 class _Note(msgspec.Struct):
     """The part of a note that salts depend on; a note without `updating` means a busy fleet."""
 

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from shmbus.base.decodable import decodable
 from shmbus.segment.note_file import MOST_BYTES, NoteFile, read_notes
 
 #: Recorders of a bus at a time: a letter each, since a companion's kind takes no digits.
@@ -36,6 +37,7 @@ class EngineNote(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
+@decodable
 class RecorderNote(msgspec.Struct, frozen=True, kw_only=True):
     """A recorder's note about itself; clients that open sessions send the token."""
 

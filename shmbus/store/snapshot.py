@@ -29,6 +29,7 @@ import msgspec
 from shmbus import errors
 from shmbus._version import VERSION
 from shmbus.base.arguments import parse_size, process_label
+from shmbus.base.decodable import decodable
 from shmbus.base.format import show_size
 from shmbus.base.ledger import REASONS
 from shmbus.data.schema import SchemaField, encode, fields_of
@@ -56,6 +57,7 @@ _FORMAT: Final = "shmbus-snapshot"
 _VERSION: Final = 1
 
 
+@decodable
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a snapshot."""
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from shmbus.base.decodable import decodable
 from shmbus.errors import WeightsError
 from shmbus.segment.own_file import open_own
 from shmbus.tensors.views import DTYPE_BYTES
@@ -62,6 +63,7 @@ class _Handle(msgspec.Struct, kw_only=True):
     dtype: str
 
 
+@decodable
 class _File(msgspec.Struct, kw_only=True):
     """Fields of the file used here."""
 

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from shmbus.base.arguments import check_text
+from shmbus.base.decodable import decodable
 from shmbus.base.near_names import UnknownNameError
 from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 from shmbus.weights.errors import ManifestError
@@ -74,6 +75,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     drop_dim: bool = False
 
 
+@decodable
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tensors of a version."""
 

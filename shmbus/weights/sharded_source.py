@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from shmbus.base.arguments import check_choice
+from shmbus.base.decodable import decodable
 from shmbus.tensors.views import is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice
@@ -70,6 +71,7 @@ class Shard:
         return f"<Shard {self.name!r} {list(self.tensor.shape)} at {list(self.start)}>"
 
 
+@decodable
 class _Box(msgspec.Struct, frozen=True, array_like=True):
     """A shard as known to every rank."""
 

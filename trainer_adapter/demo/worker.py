@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbus
+from shmbus.base.decodable import decodable
 from shmbus.base.programs import program
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from trainer_adapter.demo.sampler import PolicyConfig, Sampler
@@ -84,6 +85,7 @@ class WeightsChannel:
         self._end.close(**({"remove": True} if isinstance(self._end, PoolPublisher) else {}))
 
 
+@decodable
 class WorkerConfig(msgspec.Struct, frozen=True):
     """Parameters of a worker, as JSON on its command line."""
 

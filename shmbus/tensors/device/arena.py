@@ -29,6 +29,7 @@ import msgspec
 import torch
 
 from shmbus import ShmbusError
+from shmbus.base.decodable import decodable
 from shmbus.errors import PeerGoneError
 from shmbus.tensors.device.memory import DeviceHandle, DeviceMemory, HostMemory, device_of
 
@@ -210,6 +211,7 @@ class Memory(Protocol):
         """Release the memory."""
 
 
+@decodable
 class BufferName(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Number of a buffer and generation of its memory."""
 

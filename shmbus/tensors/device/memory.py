@@ -27,6 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shmbus.base.decodable import decodable
 from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device import driver
 from shmbus.tensors.device.driver import CudaDriverError, call, in_context
@@ -144,6 +145,7 @@ class HostMemory:
         return f"<HostMemory {self.nbytes} B{state}>"
 
 
+@decodable
 class DeviceHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="device-memory/1"):
     """Handle by which a second process maps this process's memory."""
 

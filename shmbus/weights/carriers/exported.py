@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from shmbus import CapacityError
+from shmbus.base.decodable import decodable
 from shmbus.errors import DamagedError, DeviceMismatchError, PeerGoneError, WeightsError
 from shmbus.pool import VersionLease, VersionWrite
 from shmbus.segment.names import memory_socket
@@ -89,6 +90,7 @@ _LENGTH_BYTES: Final = 4
 AGAIN_S: Final = 0.01
 
 
+@decodable
 class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Content of a slot: place of the version's bytes, and their digests."""
 

@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 import torch
 
+from shmbus.base.decodable import decodable
 from shmbus.errors import WeightsError
 from shmbus.pool import VersionWrite, WhenHeld
 from shmbus.weights.errors import ManifestError
@@ -167,6 +168,7 @@ class Carrier(NamedTuple):
 # -- places of versions in a slot pool ------------------------------------------------------------
 
 
+@decodable
 class VersionMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="weights"):
     """Meta of a version."""
 
