@@ -41,6 +41,7 @@ class OpenRequest(TypedDict):
 
 class _OptionalState(TypedDict, total=False):
     trained: list[Any]
+    whole: list[Any]
     number: int | None
     bus: str
 
@@ -49,7 +50,8 @@ class RequestsState(_OptionalState):
     """The result of `Consumer.state_dict`: plain values, for every kind of checkpoint.
 
     The saving code may add `trained`: [instance id, round, split] of requests open only because of
-    missing acknowledgements. `number` counts the last request on the bus of the identity `bus`.
+    missing acknowledgements; and `whole`: of complete groups without a request. `number` counts the
+    last request on the bus of the identity `bus`.
     """
 
     version: int
@@ -77,9 +79,10 @@ class RestoredRequests(msgspec.Struct, frozen=True):
         again. `OnlineDataHandler.request` and code that replays the data offer them again; a
         `Feeder` in another process must be told.
     whole : list of (str, int | None, str)
-        Groups with a round, complete on this bus, whose request is missing here and in the state,
-        for a bus other than the state's: a snapshot contains a request's samples without the
-        request. Treat them like `beyond`; a group offered before its take is still trained once.
+        Groups with a round, complete on this bus, whose request is missing here and in the state: a
+        snapshot contains a request's samples without the request. On the state's own bus, of the
+        state's `whole` alone. Treat them like `beyond`; a group offered before its take is still
+        trained once.
     """
 
     offered: int
@@ -114,6 +117,13 @@ def open_requests(segment: _core.Segment) -> list[OpenRequest]:
                 }
             )
     return found
+
+
+def whole_groups(name: str) -> list[RequestKey]:
+    """Return the complete groups of a bus that have a round and are not acknowledged."""
+    with SegmentFile(name) as file:
+        file.require()
+        return [key for key in OpenGroups(file, 0).whole if key[1] is not None]
 
 
 class OpenKeys:
@@ -205,11 +215,10 @@ def restore_requests(
         offered += 1
     here = number is not None and state.get("bus") == feeder._segment.identity
     known = {*there, *trained, *map(_key, state["open"])}
+    saved_whole = {(id_, round, split) for id_, round, split in state.get("whole", ())}
     whole: list[RequestKey] = []
-    if number is not None and not here:
-        with SegmentFile(feeder.name) as file:
-            file.require()
-            whole = [key for key in OpenGroups(file, 0).whole if key[1] is not None]
+    if saved_whole or (number is not None and not here):
+        whole = [key for key in whole_groups(feeder.name) if not here or key in saved_whole]
     return RestoredRequests(
         offered,
         kept,

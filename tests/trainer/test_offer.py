@@ -701,3 +701,39 @@ def test_prompts_offered_after_a_checkpoint_are_trained_once(bus: Bus, tmp_path:
             trained += train_all(handler)
     assert trained == ["q1", "q0", "q2"]
     shmbus.unlink(restored)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("offers", [False, True])
+def test_a_group_that_a_later_bus_has_lost_is_offered_again(
+    bus: Bus, tmp_path: Path, is_there: bool, offers: bool
+) -> None:
+    """A checkpoint names complete groups without a request, near the position and far ahead."""
+    names = [f"{bus.name}-{number}" for number in range(2)]
+    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, Producer(bus.name) as producer:
+        handler.offer(data := prompts(9), ahead=1, group_size=1)
+        state = json.loads(json.dumps(handler.state_dict()))
+        handler.offer(data, ahead=9, group_size=1)
+        for _ in range(9):
+            request = producer.requests.next(20)
+            if request.instance_id in ("q1", "q7"):
+                answer(producer, request)
+    store.take(bus.name, tmp_path / "saved")
+    store.restore(tmp_path / "saved", names[0])
+    with OnlineDataHandler(names[0], groups_per_batch=1) as handler:
+        handler.load_state_dict(state)
+        if offers:
+            handler.offer(prompts(9), ahead=1, group_size=1)
+        state = json.loads(json.dumps(handler.state_dict()))
+    if is_there:
+        store.restore(tmp_path / "saved", names[1], again=True)
+    else:
+        Bus.create(names[1], "1MiB").close()
+    with OnlineDataHandler(names[1], groups_per_batch=1) as handler:
+        handler.load_state_dict(state)
+        handler.offer(prompts(9), ahead=1, group_size=1)
+        with worker(names[1]):
+            trained = train_all(handler)
+    assert sorted(trained) == [f"q{number}" for number in range(9)]
+    for name in names:
+        shmbus.unlink(name)

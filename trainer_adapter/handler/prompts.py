@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import shmbus
 from shmbus.base.arguments import check_int
 from shmbus.base.format import several
-from shmbus.handles.open_requests import RestoredRequests
+from shmbus.handles.open_requests import RestoredRequests, whole_groups
 from trainer_adapter.handler.checkpoint import Key as _Key
 from trainer_adapter.handler.checkpoint import part_trained
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
@@ -97,9 +97,10 @@ class PromptOffers:
         self.restored: RestoredRequests | None = None
         #: Offers of an earlier life of this run, beyond its position in the data.
         self._ahead: Counter[_Key] = Counter()
-        #: Offers of `_ahead` with a complete group and no request on the bus: the bus changed
-        #: since.
+        #: Complete groups without a request, to offer soon: the bus changed since their offer.
         self._whole: set[_Key] = set()
+        #: Complete groups without a request, not trained at the last look, near and far.
+        self._untrained: set[_Key] = set()
         #: Trained by an earlier life, and not acknowledged yet.
         self._trained_open: Counter[_Key] = Counter()
 
@@ -115,7 +116,9 @@ class PromptOffers:
             return 0
         if key in self._whole:
             self._whole.discard(key)
-            return 0
+            if not self._is_untrained(key):
+                return 0
+            self._untrained.discard(key)
         if key in self._trained_open:  # unless ended by now
             self._trained_open &= Counter(self._consumer.open_requests())
         return self._consumer.request(instance_id, round=round, split=split, **more)
@@ -203,7 +206,8 @@ class PromptOffers:
     def _offer_one(self, source: PromptSource, given: dict[str, Any]) -> bool:
         """Offer a prompt; False if an earlier life of this run offered it."""
         key = (str(given["instance_id"]), given["round"], self._split)
-        if self._ahead[key] > 0:
+        is_ahead = self._ahead[key] > 0
+        if is_ahead and not self._is_untrained(key):
             # In this order: rounds are unique, so no lookup finds a leftover key.
             source.passed()
             self._pass_ahead(key)
@@ -219,7 +223,10 @@ class PromptOffers:
             ) from error
         source.passed()
         self._offering = None
+        if is_ahead:
+            self._pass_ahead(key)
         self._whole.discard(key)
+        self._untrained.discard(key)
         return True
 
     def _pass_ahead(self, key: _Key) -> None:
@@ -228,6 +235,16 @@ class PromptOffers:
             self._ahead[key] = left
         else:
             del self._ahead[key]
+
+    def _is_untrained(self, key: _Key) -> bool:
+        if key in self._untrained:
+            self._look_for_untrained(self._keys_out())
+        return key in self._untrained
+
+    def _look_for_untrained(self, out: Counter[_Key]) -> None:
+        """Forget the groups that a batch has had since the last look."""
+        if self._untrained:
+            self._untrained &= set(whole_groups(self._consumer.name)) - out.keys()
 
     def _count_open(self, without: Counter[_Key] | None = None) -> int:
         """Count the open requests of this split, minus the requests of some groups."""
@@ -333,13 +350,16 @@ class PromptOffers:
         if self._rank:
             return None
         state: Any = self._consumer.state_dict()
-        trained = self._trained_open + (on_ranks | self._keys_out())
-        found, opened = part_trained(state["open"], trained)
+        out = on_ranks | self._keys_out()
+        found, opened = part_trained(state["open"], self._trained_open + out)
         self._trained_open &= Counter(found)  # the rest have ended
+        self._look_for_untrained(out)
+        ahead = [*self._ahead.elements(), *self._whole]
         saved = {
             "open": opened,
             "trained": [list(key) for key in found],
-            "ahead": [list(key) for key in (*self._ahead.elements(), *self._whole)],
+            "ahead": [list(key) for key in ahead if key not in self._untrained],
+            "whole": [list(key) for key in sorted(self._untrained)],
             "offers": self._offers,
         }
         # The number tells feeders the position of the data, even with no open request.
@@ -359,6 +379,7 @@ class PromptOffers:
         self._ahead = _keys(saved, "ahead") + Counter(restored.beyond)
         self._whole = {each for each in restored.whole if each[2] == self._split}
         self._whole -= self._ahead.keys()
+        self._untrained = set(self._whole)
         self._trained_open = Counter(restored.trained)
         self._offers = bool(state.get("offers")) or self._source is not None
         if restored.ended and not self._offers:
