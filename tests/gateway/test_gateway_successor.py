@@ -148,20 +148,6 @@ def test_a_repeat_that_comes_while_its_first_is_put_is_put_once(gateway_of: Any)
     assert all_batches(gateway) == [0]
 
 
-def test_equal_bodies_given_to_a_trainer_come_again_after_a_kill_as_two_groups(
-    gateway_of: Any,
-) -> None:
-    gateway = gateway_of("--create", "4MiB", "--keep-batches", 2)
-    gateway.register(batch_size=2)
-    for _ in range(2):
-        assert gateway.post("/scored_data", numbered(0)).status == 200
-    assert [numbers(gateway.batch()) for _ in range(2)] == [[0], [0]]
-    gateway.kill()
-    gateway.start()
-    assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
-    assert [numbers(gateway.batch()) for _ in range(2)] == [[0], [0]]
-
-
 def test_of_a_list_a_successor_puts_only_what_is_not_there(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
