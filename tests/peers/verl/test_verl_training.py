@@ -158,8 +158,3 @@ def test_the_recipe_sets_what_the_page_says() -> None:
         yaml.safe_load(doc_pages.block("verl.md", "custom_backend_module:")),
     ]
     assert recipe() == {name: value for page in pages for name, value in flat(page)}
-
-
-def test_the_page_installs_what_the_tests_ran_with() -> None:
-    wanted = doc_pages.installs("verl.md", "pip install")
-    assert wanted <= set((HERE / "requirements.txt").read_text().splitlines()), wanted

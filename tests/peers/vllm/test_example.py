@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -11,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import shared_memory
+from serving import kill_all
 
 import shmbus
-from bench.processes import descendants
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/vllm_grpo.py"
 START_S, LEARN_S = 180.0, 900.0
@@ -49,17 +47,6 @@ def ended(process: subprocess.Popen[bytes], output: Path) -> None:
         kill_all(process)
     with contextlib.suppress(shmbus.BusNotFoundError):  # a run that is done removes its bus
         shmbus.unlink(f"vllm-{output.name}")
-
-
-def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill it and all below it at once."""
-    pids = [process.pid, *descendants(process.pid)]
-    left = shared_memory(pids)
-    for each in pids:
-        os.kill(each, signal.SIGKILL)
-    process.wait()
-    for file in left:
-        Path(file).unlink(missing_ok=True)
 
 
 @pytest.mark.timeout(1500)
