@@ -20,8 +20,6 @@ Work = Callable[[Replies, "Ending", socket.socket], Awaitable[None]]
 
 
 class Ending(asyncio.Protocol):
-    """Notes that its connection has ended."""
-
     def __init__(self) -> None:
         self.lost = asyncio.get_running_loop().create_future()
         self.too_many = 0
@@ -34,7 +32,6 @@ class Ending(asyncio.Protocol):
         self.lost.set_result(None)
 
     def give_up(self) -> None:
-        """Be told that the client does not read."""
         self.too_many += 1
         assert self.transport is not None
         self.transport.abort()

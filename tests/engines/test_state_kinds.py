@@ -99,7 +99,6 @@ async def test_unrenewed_state_is_refused_first(kind: Any, named: str, scene: Sc
 
 
 def config(**given: Any) -> Any:
-    """What of a vLLM engine's configuration tells which state it has."""
     asked = {"enable_eplb": False, "inductor": {}, "ec": None, "kv": None, **given}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(enable_eplb=asked["enable_eplb"]),

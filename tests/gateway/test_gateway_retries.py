@@ -27,12 +27,10 @@ KILLS = 12 if "SHMBUS_TEST_LONG" in os.environ else 4
 
 
 def numbered(number: int, length: int = ROW) -> dict[str, Any]:
-    """A group of two that is known by its first token."""
     return scored([number] * length, [number] * length)
 
 
 def numbers(batch: Any) -> list[int]:
-    """By which numbers the groups of a batch are known."""
     return [group["tokens"][0][0] for group in batch]
 
 
@@ -45,7 +43,6 @@ def all_batches(gateway: Gateway) -> list[int]:
 
 
 def balanced(name: str) -> bool:
-    """Whether the ledger balances, read by the next consumer."""
     with shmbus.Consumer(name) as consumer:
         return consumer.stats().balanced
 

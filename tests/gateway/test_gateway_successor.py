@@ -95,7 +95,6 @@ def post_and_lose(gateway: Gateway, path: str, content: Any) -> None:
 
 
 def until_answered(ask: Callable[[], Answer]) -> Answer:
-    """Ask again and again while nobody listens, as clients do."""
     while True:
         try:
             return ask()
@@ -216,7 +215,6 @@ def test_a_body_that_waited_while_others_were_put_is_not_taken_for_put(gateway_o
 
 
 def taken(consumer: shmbus.Consumer) -> list[int]:
-    """All groups that are complete, by their numbers; they are acknowledged."""
     found: list[int] = []
     while groups := consumer.take(100, timeout=0):
         found += [int(group[0]["tokens"][0]) for group in groups]

@@ -22,8 +22,6 @@ Reports = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def reports(spawn: Spawner) -> Reports:
-    """Run a script of this folder, and return the lines of JSON that it prints."""
-
     def run(script: str, *arguments: object) -> list[dict[str, Any]]:
         said = spawn.file(HERE / script, *arguments).finish(timeout=240)
         # Beside what it logs.

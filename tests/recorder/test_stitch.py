@@ -45,7 +45,6 @@ def shown(engine: StubEngine) -> bool:
 def said(
     session: shmbus.Session, messages: list[dict[str, Any]], stream: bool, **options: Any
 ) -> dict[str, Any]:
-    """Have one answer to a chat, whole or as a stream."""
     if not stream:
         return chat(session, messages, **options)
     import openai
@@ -193,7 +192,6 @@ def messages_agent(session: shmbus.Session, stream: bool) -> Iterator[Any]:
 
 
 def streamed(url: str, body: Any, key: str) -> list[dict[str, Any]]:
-    """Return the blocks of a message's stream."""
     with sent(url, body, key, "Connection: close") as raw, raw.makefile("rb") as answer:
         data = [line[6:] for line in answer if line.startswith(b"data: ")]
     blocks: list[dict[str, Any]] = []

@@ -48,7 +48,6 @@ def wait_until(holds: Callable[[], Any], what: str) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Nodes with resources "left", "right" and "trainer" beside a head."""
     from ray.cluster_utils import Cluster
 
     made = Cluster(
@@ -378,7 +377,6 @@ def test_the_command_starts_shows_and_stops_it(cluster: Any, buses: dict[str, st
 
 
 def names_of(note: Any) -> set[str]:
-    """Return the buses of a relay's living peers."""
     return {peer.name for peer in note.peers if peer.heard_s < DEADLINE_S}
 
 

@@ -36,7 +36,6 @@ Agent = Callable[[shmbus.Session, random.Random], object]
 
 
 def message_of(chunks: Any) -> dict[str, Any]:
-    """Put a stream of deltas together."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for chunk in chunks:
         for choice in chunk.choices:

@@ -61,7 +61,6 @@ def overrides(root: Path) -> list[str]:
 
 
 def train(bus: str, root: Path) -> list[dict[str, float]]:
-    """Run SkyRL; return what it logged of each step."""
     paths = [str(HERE), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",

@@ -34,7 +34,6 @@ def process(kind: str, bus: str, root: Path) -> Iterator[Any]:
 
 
 def trained(bus: str, root: Path, trainer: str, workers: str) -> list[dict[str, float]]:
-    """Run the trainer of a page with one of its workers; return what it logged of each step."""
     make_model(root / "model")
     with process(workers, bus, root), process(trainer, bus, root) as running:
         errors = running.communicate(timeout=500)[1]

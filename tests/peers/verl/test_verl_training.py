@@ -32,7 +32,6 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def flat(node: Any, *keys: str) -> Iterator[tuple[str, Any]]:
-    """The values of a configuration, by their dotted names."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield from flat(value, *keys, key)
@@ -41,7 +40,6 @@ def flat(node: Any, *keys: str) -> Iterator[tuple[str, Any]]:
 
 
 def recipe() -> dict[str, Any]:
-    """What the recipe sets upon verl's own configuration."""
     file = doc_pages.PAGES / "upstream/verl-recipe/shmbus/config/shmbus_trainer.yaml"
     found = yaml.safe_load(file.read_text())
     return dict(flat({key: found[key] for key in found if key not in ("hydra", "defaults")}))

@@ -18,7 +18,6 @@ RUN_S = 900.0
 
 @pytest.fixture
 def runs() -> Iterator[list[subprocess.Popen[str]]]:
-    """Take processes, of which nothing is left in the end."""
     started: list[subprocess.Popen[str]] = []
     yield started
     for process in started:

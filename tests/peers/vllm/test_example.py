@@ -26,7 +26,6 @@ def port() -> str:
 
 
 def begun(output: Path, port: str, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start the example; what it and its server say goes to a file."""
     said = output.with_suffix(f".{time.monotonic_ns()}")
     command = [sys.executable, str(EXAMPLE), "--output", str(output), "--port", port, *options]
     with said.open("wb") as file:
@@ -34,7 +33,6 @@ def begun(output: Path, port: str, *options: str) -> tuple[subprocess.Popen[byte
 
 
 def wait_for(words: str, process: subprocess.Popen[bytes], said: Path) -> None:
-    """Wait until it said so."""
     end = time.monotonic() + START_S
     while words not in said.read_text():
         assert process.poll() is None and time.monotonic() < end, said.read_text()[-3000:]
@@ -42,7 +40,6 @@ def wait_for(words: str, process: subprocess.Popen[bytes], said: Path) -> None:
 
 
 def ended(process: subprocess.Popen[bytes], output: Path) -> None:
-    """Kill what is left of a run, and remove what it and its vLLM leave behind."""
     if process.poll() is None:
         kill_all(process)
     with contextlib.suppress(shmbus.BusNotFoundError):  # a run that is done removes its bus

@@ -53,8 +53,6 @@ def options(channel: str, **extra: Any) -> list[str]:
 
 
 class Reference:
-    """What transformers computes of the same tokens."""
-
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.last: list[torch.Tensor] = []

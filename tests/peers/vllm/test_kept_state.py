@@ -54,8 +54,6 @@ async def ask(url: str, salt: str, *, sees: bool) -> Answer:
 
 
 class Run:
-    """A trainer with its bus, which brings weights by their seed to one server."""
-
     def __init__(self, bus: Bus, url: str) -> None:
         self.bus, self.url = bus, url
         self.model = vision_model.build(0)

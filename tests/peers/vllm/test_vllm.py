@@ -64,8 +64,6 @@ async def test_a_misfit_changes_nothing(folders: dict[int, Path], bus: Bus, tmp_
                 assert await server.greedy() == expected
 
                 class Wrong:
-                    """Publishes a model whose tensors have other shapes."""
-
                     def publish(self, version: int) -> None:
                         publisher.close()
                         other = tiny.build(2)

@@ -84,8 +84,6 @@ class Load:
 
 
 class Arm:
-    """One way to bring versions to a server, and what it came to."""
-
     def __init__(self, name: str, title: str) -> None:
         self.name, self.title = name, title
         self.pauses: list[float] = []
@@ -119,7 +117,6 @@ async def measure_arm(
     *,
     salted: bool,
 ) -> Row:
-    """Bring versions to a server under load."""
     with Producer(bus.name) as producer:
         load = Load(server, (lambda: producer.cache_salt) if salted else (lambda: ""))
         began = time.monotonic()
@@ -197,7 +194,6 @@ async def by_restarts(
 
 
 def build(options: argparse.Namespace, seed: int) -> torch.nn.Module:
-    """Make a model of the shape that was asked for."""
     return tiny.build(seed, options.shape)
 
 
