@@ -171,7 +171,6 @@ _bus_numbers = itertools.count()
 
 
 def segments_named(prefix: str) -> list[Path]:
-    """The files of all buses whose name begins with `prefix`: segments, sockets, companions."""
     patterns = (f"{SEGMENT_PREFIX}{prefix}*", f"shmbus-{prefix}*.sock", f"shmbus-*.{prefix}*")
     return sorted({path for pattern in patterns for path in SHM_DIR.glob(pattern)})
 
@@ -194,7 +193,6 @@ _left_behind: list[str] = []
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that left segments behind, and remove them."""
     end_servers()
     for path in segments_named(RUN_PREFIX):
         _left_behind.append(path.name)
@@ -218,7 +216,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which segments a run left behind, since no single test failed for them."""
     if _left_behind:
         terminalreporter.section("segments left behind", red=True, bold=True)
         for name in _left_behind:
@@ -254,7 +251,6 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended yet; a stopped one is running."""
         return self.popen.poll() is None
 
     def output(self) -> str:
@@ -280,7 +276,6 @@ class Child:
         self.popen.send_signal(number)
 
     def kill(self) -> None:
-        """End it by SIGKILL, and reap it."""
         self.popen.kill()
         self.popen.wait()
 
@@ -335,13 +330,11 @@ class Spawner:
         return self._start([str(path)], text, args, env, fresh)
 
     def file(self, path: Path, *args: object, env: dict[str, str] | None = None) -> Child:
-        """Start a script where it lies, among what it imports, the same way."""
         return self._start([str(path)], path.read_text(), args, env, fresh=False)
 
     def module(
         self, name: str, *args: object, env: dict[str, str] | None = None, fresh: bool = False
     ) -> Child:
-        """Start `python -m name args`, the same way."""
         found = None if name.startswith("shmbus") else importlib.util.find_spec(name)
         text = Path(found.origin).read_text() if found and found.origin else name
         return self._start(["-m", name], text, args, env, fresh)
@@ -364,7 +357,6 @@ class Spawner:
         return child
 
     def end_all(self) -> None:
-        """Kill what still runs, stopped or not, and show what each child printed."""
         for number, child in enumerate(self._children):
             if child.running:
                 child.kill()
@@ -482,7 +474,6 @@ def ends_of(bus: Bus, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
 
 @contextlib.contextmanager
 def two_ranks(name: str) -> Iterator[tuple[Consumer, Consumer]]:
-    """Both ranks of a job."""
     with (
         Consumer(name, rank=0, world_size=2) as zero,
         Consumer(name, rank=1, world_size=2) as one,
@@ -491,7 +482,6 @@ def two_ranks(name: str) -> Iterator[tuple[Consumer, Consumer]]:
 
 
 def next_request(producer: Producer, timeout: float = DEFAULT_DEADLINE_S) -> Request:
-    """Take a sample that is open, or will be."""
     request = producer.requests.next(timeout)
     assert request is not None
     return request

@@ -22,7 +22,6 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def block(page: str, words: str) -> str:
-    """The block of a page that has these words."""
     [found] = [text for _, text in blocks(page) if words in text]
     return found
 

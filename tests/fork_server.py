@@ -115,7 +115,6 @@ class Forked:
         self._end = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """Return its exit status, or None while it runs."""
         return self._reap(0)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -126,7 +125,6 @@ class Forked:
         return status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -148,13 +146,7 @@ class Forked:
 
 
 class ForkServer:
-    """The server's side that a test talks to.
-
-    Parameters
-    ----------
-    address : str
-        Where it listens.
-    """
+    """The side of the server that a test talks to; `address` is where the server listens."""
 
     def __init__(self, address: str) -> None:
         self._lock = threading.Lock()
@@ -176,7 +168,6 @@ class ForkServer:
         return Forked(self, self.ask({**what, "streams": streams, "environment": given}))
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """Send one request, and return the answer."""
         with self._lock:
             self._asked += 1
             self._socket.send(json.dumps({**request, "number": self._asked}).encode())
@@ -192,13 +183,7 @@ class ForkServer:
 
 
 class OwnServer(ForkServer):
-    """A server that starts here, and ends when this is closed or this process has ended.
-
-    Parameters
-    ----------
-    modules : tuple of str
-        What it imports.
-    """
+    """A server that starts here, and ends with `close` or with this process."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -254,23 +239,8 @@ def fork(
 ) -> Forked | None:
     """Start ``[path of a script]`` or ``["-m", module]`` by a server, which starts if need be.
 
-    Parameters
-    ----------
-    program, arguments : list of str
-        What an interpreter would be given.
-    directory : Path
-        Where it runs.
-    streams : Streams
-        They exist.
-    text : str
-        The program's text or name, which says what it imports.
-    more : dict
-        What its environment has beside this process's.
-
-    Returns
-    -------
-    Forked or None
-        None where the environment is another one than was accepted.
+    `text` says what the program imports; `more` is what its environment has beside this process's.
+    Returns None if no server was accepted for that environment.
     """
     if environment() != _environment or not more.keys() <= READ_LATER:
         return None
@@ -281,7 +251,6 @@ def fork(
 
 
 def end_servers() -> None:
-    """End all of this process's."""
     while _servers:
         _servers.popitem()[1].close()
 
@@ -346,7 +315,6 @@ def serve(listener: socket.socket, modules: list[str]) -> dict[str, Any]:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Take over streams, directory, environment and arguments."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, path in enumerate(request["streams"]):
         # Each has its end where the other one's is, if both are one file.

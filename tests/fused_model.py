@@ -13,8 +13,6 @@ __all__ = ["FusedLayer", "FusedModel", "Shape", "checkpoint"]
 
 
 class Shape(NamedTuple):
-    """A decoder's sizes."""
-
     layers: int = 2
     hidden: int = 128
     heads: int = 8
@@ -77,8 +75,6 @@ class FusedLayer(torch.nn.Module):
 
 
 class FusedModel(torch.nn.Module):
-    """A rank's part of a decoder."""
-
     #: Rows to multiples of which a rank's part of a vocabulary is padded.
     PADDED = 64
 
@@ -99,7 +95,6 @@ class FusedModel(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(made, requires_grad=False))
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take what this rank needs of each tensor."""
         for name, tensor in tensors:
             parts = name.split(".")
             if parts[0] == "lm_head":
@@ -120,12 +115,10 @@ class FusedModel(torch.nn.Module):
         parameter.data[len(part) :].fill_(0)
 
     def narrowed(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's part of a dimension."""
         size = tensor.shape[dim] // self.ranks
         return tensor.narrow(dim, self.rank * size, size)
 
     def fill_layer(self, layer: Any, parts: list[str], tensor: torch.Tensor) -> None:
-        """Take this rank's part of a layer's tensor."""
         kind = parts[-2]
         if kind in ("q_proj", "k_proj", "v_proj"):
             q, kv = (

@@ -37,7 +37,6 @@ def read_answer(connection: socket.socket, *, has_body: bool = True) -> Answer:
 
 
 def more(connection: socket.socket) -> bytes:
-    """Some bytes; the end is a ConnectionError."""
     found = connection.recv(1 << 20)
     if not found:
         raise ConnectionError("the connection ended in the answer")

@@ -130,14 +130,12 @@ def put_until_moved(producer: shmbus.Producer, consumer: shmbus.Consumer) -> Non
 
 
 def write_at(name: str, position: int, data: bytes) -> None:
-    """Overwrite bytes of a segment, as a stray pointer would."""
     with segment_path(name).open("r+b") as file:
         file.seek(position)
         file.write(data)
 
 
 def header_offset(field: str) -> int:
-    """Where a field of the header lies."""
     layout = _core.layout()["bus_header"]
     return layout["offsets"][layout["names"].index(field)]
 

@@ -53,7 +53,6 @@ class Child:
 
     @property
     def killed(self) -> bool:
-        """Whether SIGKILL ended the process."""
         return self.status == -signal.SIGKILL
 
     def look(self) -> bool:
@@ -74,7 +73,6 @@ class Child:
         os.kill(self.pid, signal.SIGCONT)
 
     def wait(self) -> int:
-        """Wait for the end; return the exit status."""
         for _ in deadline("the end of a child"):
             if self.look():
                 break
@@ -145,5 +143,4 @@ def own_tmpfs(place: Path, nbytes: int) -> bool:
 
 
 def unmount(place: Path) -> None:
-    """Take such a tmpfs away, whoever has a file open there."""
     _libc.umount2(bytes(place), _MNT_DETACH)

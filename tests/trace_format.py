@@ -45,7 +45,6 @@ def check(events: list[dict[str, Any]]) -> None:
 
 
 def processes(events: list[dict[str, Any]]) -> dict[int, str]:
-    """Names of the processes by their numbers."""
     return {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
 
 

@@ -420,7 +420,6 @@ def packed_batch(seed: int, lengths: list[int]) -> Batch:
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The sum over the tokens after the first."""
     return torch.nn.functional.cross_entropy(logits[:-1], tokens[1:], reduction="sum")
 
 

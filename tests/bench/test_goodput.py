@@ -41,8 +41,6 @@ def installed(name: str) -> str:
 
 @pytest.fixture
 def part_of(spawn: Spawner, tmp_path: Path) -> Any:
-    """Run the program with one contender; return the row and the folder of the run."""
-
     def part(name: str, *options: object) -> tuple[Row, Path]:
         output, parts = tmp_path / "figures.json", tmp_path / "parts"
         arguments = ["--tiny", "--contender", installed(name), "--parts", parts, *options]

@@ -37,8 +37,6 @@ TWO_GPUS = [
 
 
 class Memory(NamedTuple):
-    """A kind of memory: its device, and what a sender is told."""
-
     device: str
     options: dict[str, Any]
 
@@ -145,7 +143,6 @@ def send(sender: TensorSender, memory: Memory, step: int, rows: int | None = 16)
 
 
 def receives(receiver: TensorReceiver, *steps: int) -> None:
-    """Each bit of these steps comes, in this order."""
     for step in steps:
         with receiver.recv(30) as item:
             assert (item.step, item.meta, wrong(step, item)) == (step, {"n": step}, 0)

@@ -17,7 +17,6 @@ STEP = {"a": torch.ones(4)}
 
 
 def in_child(call: Callable[[], object]) -> int:
-    """Return the status of a forked child: 0 where the call says that the handle is closed."""
     child = os.fork()
     if child == 0:
         status = 1

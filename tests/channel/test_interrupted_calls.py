@@ -23,7 +23,6 @@ MOST_EVENTS = 2000
 
 
 def each_event(operate: Callable[[int], tuple[Callable[[], object], Callable[[str], None]]]) -> int:
-    """Raise at each event of an operation in turn; how many were raised."""
     for at in range(1, MOST_EVENTS):
         call, check = operate(at)
         injection: Any = _MODULE.Injection(at, "")

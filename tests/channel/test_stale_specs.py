@@ -26,7 +26,6 @@ time.sleep(600)
 
 
 def dead(bus_name: str, spawn: Spawner, side: str) -> None:
-    """Have a side state the wrong specs, and die."""
     child = spawn.script(SIDE, bus_name, side)
     child.expect("stated")
     child.kill()

@@ -24,7 +24,6 @@ SHARES = ("--train", "0.3", "--infer", "0.5")
 
 @pytest.fixture
 def mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Have a driver that a script stands in for, and a place for its daemon."""
     program = tmp_path / "bin" / "nvidia-cuda-mps-control"
     program.parent.mkdir()
     program.write_text(FAKE)

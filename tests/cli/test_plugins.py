@@ -29,8 +29,6 @@ def add_parser(commands):
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Install a package of one module that adds a command."""
-
     def add(name: str, source: str) -> None:
         (tmp_path / f"plugin_{name}.py").write_text(source)
         metadata = tmp_path / f"plugin_{name}-1.0.dist-info"

@@ -19,7 +19,6 @@ def files_of(name: str) -> list[str]:
 
 
 def leave_companions(name: str) -> None:
-    """What a publisher and a gateway leave beside a bus when they are killed."""
     create_pool(name, "weights", PoolSpec(slot_bytes=4096))
     Path("/dev/shm" + companion_name("gateway", name)).write_bytes(b"state")
 

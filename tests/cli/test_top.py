@@ -60,7 +60,6 @@ class Terminal:
         os.write(self.master, keys.encode())
 
     def finish(self) -> int:
-        """Wait for the end; the terminal must be as it was."""
         status = self.process.wait(timeout=30)
         wait_until(lambda: _LEAVES_SCREEN in self.screen(), what="the normal screen")
         assert self.screen().rindex(_LEAVES_SCREEN) > self.screen().rindex("\x1b[?1049h")

@@ -59,7 +59,6 @@ def receive(
 
 
 def borrow(borrower: _core.Borrower, places: bytes) -> _core.ClientLease:
-    """Borrow what is at these places, as one group."""
     granted = messages.Granted(number=7, size=len(places) // _core.PLACE_BYTES, places=places)
     leases, refused = receive(borrower, [granted])
     assert not refused
@@ -100,7 +99,6 @@ def test_borrowed_is_equal(bus: Bus, reader: _core.Reader, borrower: _core.Borro
 
 
 def refusals(borrower: _core.Borrower, places: bytes) -> list[int]:
-    """Borrow what is no group of this bus; return what it refuses."""
     leases, refused = receive(borrower, [messages.Granted(number=3, size=1, places=places)])
     assert not leases
     return refused

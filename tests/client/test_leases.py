@@ -40,11 +40,9 @@ class Dialogue:
         return self.leases.hand_out(Group, self, limit)
 
     def give_back(self, group: Group) -> list[int] | None:
-        """Return which numbers the daemon has to know."""
         return self.leases.give_back_group(self, group, "given_back")
 
     def claim(self) -> dict[int, ClientLease]:
-        """Return what is claimed after a reconnect, by token."""
         return self.leases.claims()[0]
 
 

@@ -13,7 +13,6 @@ Served = Callable[..., Daemon]
 
 
 def garbage(name: str, count: int) -> None:
-    """Connect, and say what is no message; wait for the end of each connection."""
     for _ in range(count):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(socket_path(name))

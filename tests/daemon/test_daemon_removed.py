@@ -20,7 +20,6 @@ def put(producer: Producer, key: str) -> None:
 
 
 def ended(served: Daemon) -> str:
-    """Wait for the daemon's own end, and return its log."""
     wait_until(lambda: not served.child.running, what="the end of the daemon of a removed bus")
     return served.child.finish()
 

@@ -35,7 +35,6 @@ ALERTS = DASHBOARD.with_name("alerts.yml")
 
 @pytest.fixture
 def server(bus_name: str) -> Iterator[MetricsServer]:
-    """A server of the test's bus, which may not be there yet."""
     with MetricsServer(bus_name, 0) as serving:
         yield serving
 
@@ -392,7 +391,6 @@ def names_in(expressions: Iterable[str]) -> set[str]:
 
 
 def names_of_a_busy_bus(bus_name: str, server: MetricsServer, spawn: Spawner) -> set[str]:
-    """All metrics of a bus with a daemon, requests and weights."""
     child = spawn.module(
         "shmbus.cli", "serve", bus_name, "--capacity", "1MiB", "--sample-retries", "1"
     )

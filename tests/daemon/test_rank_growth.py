@@ -49,7 +49,6 @@ class Job:
             self.service.handle(self.sessions[rank], request)
 
     def put(self, groups: int) -> None:
-        """Complete groups; the service looks after each."""
         for _ in range(groups):
             tokens = np.zeros(4, np.int32)
             self.producer.put(f"g{self.put_groups}", group_size=1, index=0, tokens=tokens)

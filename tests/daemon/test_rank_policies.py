@@ -30,7 +30,6 @@ def oldest(groups: list[Group]) -> int:
 
 
 def settled(name: str, acknowledged: int) -> BusStatus:
-    """The status, once the daemon has read so many acknowledgements."""
     found: list[BusStatus] = []
 
     def read() -> bool:
@@ -164,7 +163,6 @@ def test_ranks_that_left_in_order_leave_no_leases_that_nobody_holds(
 
 
 def put_spanning(producer: Producer, key: str, old: int, version: int = 10) -> None:
-    """A group of which one sample has so many of ten tokens of version 0."""
     for index, count in enumerate((0, old)):
         versions = np.array([0] * count + [version] * (10 - count), np.int64)
         producer.put(

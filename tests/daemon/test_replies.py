@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+import pytest
 import uvloop
 
 from shmbus.control import messages
@@ -20,8 +21,6 @@ Work = Callable[[Replies, "Ending", socket.socket], Awaitable[None]]
 
 
 class Ending(asyncio.Protocol):
-    """Notes that its connection has ended."""
-
     def __init__(self) -> None:
         self.lost = asyncio.get_running_loop().create_future()
         self.too_many = 0
@@ -34,7 +33,6 @@ class Ending(asyncio.Protocol):
         self.lost.set_result(None)
 
     def give_up(self) -> None:
-        """Be told that the client does not read."""
         self.too_many += 1
         assert self.transport is not None
         self.transport.abort()
@@ -101,26 +99,17 @@ def test_frames_of_two_threads_arrive_whole_and_in_order_however_slowly_they_are
     over_a_socket(work)
 
 
-def test_a_client_that_reads_nothing_is_given_up_once_and_sent_no_more() -> None:
-    async def work(replies: Replies, ending: Ending, theirs: socket.socket) -> None:
-        frame = b"x" * (1 << 20)
-        for _ in range(3 * MAX_UNSENT_BYTES // len(frame)):
-            replies.send(frame)
-            await asyncio.sleep(0)
-        await ending.lost
-        replies.send(frame)
-        assert ending.too_many == 1
-
-    over_a_socket(work)
-
-
-def test_a_burst_within_one_event_is_bounded_too() -> None:
+@pytest.mark.parametrize("burst", [False, True])
+def test_a_client_that_reads_nothing_is_given_up_once_and_sent_no_more(burst: bool) -> None:
     async def work(replies: Replies, ending: Ending, theirs: socket.socket) -> None:
         frame = b"x" * (1 << 20)
         for _ in range(4 * MAX_UNSENT_BYTES // len(frame)):
             replies.send(frame)
             assert len(replies._unsent) <= MAX_UNSENT_BYTES + len(frame)
+            if not burst:  # within one event of the loop
+                await asyncio.sleep(0)
         await ending.lost
+        replies.send(frame)
         assert ending.too_many == 1
 
     over_a_socket(work)

@@ -51,7 +51,6 @@ def server(place: str) -> Iterator[DescriptorServer]:
 
 
 def settled_descriptors() -> Counter[str]:
-    """Them, once their count has not changed for a tenth of a second."""
     seen = [open_descriptors()]
     while len(seen) < 1000 and (len(seen) < 10 or len({x.total() for x in seen[-10:]}) > 1):
         threading.Event().wait(0.01)

@@ -111,7 +111,6 @@ class Found:
             self._balance(name)
 
     def _drain(self, consumer: shmbus.Consumer) -> None:
-        """Take until there is nothing that could come, or has not come for long."""
         deadline = time.monotonic() + FOUND_S
         while time.monotonic() < deadline:
             groups = consumer.take(64, 0.0)

@@ -65,19 +65,7 @@ class Task(NamedTuple):
 
 
 class Held:
-    """What a process has of one cell.
-
-    Parameters
-    ----------
-    party : Any
-        What it is (parties of this folder).
-    task : Task
-        Its cell.
-    handle : Any
-        What it opened.
-    things : list
-        What it holds beside that.
-    """
+    """What a process has of a cell: its party, the handle that it opened, and other things."""
 
     def __init__(self, party: Any, task: Task, handle: Any, things: list[Any]) -> None:
         self.party = party
@@ -104,7 +92,6 @@ def await_threads(others: int = 0) -> None:
 
 
 def live_on() -> NoReturn:
-    """Have the process outlive its handles."""
     await_threads()
     print("gone", flush=True)
     while True:

@@ -34,7 +34,6 @@ def await_file(path: Path, work: Any = None) -> None:
 
 
 def parties_of(tasks: list[Task], how: str) -> dict[str, Any]:
-    """Make the parties; torch is imported for who needs it."""
     from bus_parties import BUS_PARTIES
 
     kinds = {**BUS_PARTIES}

@@ -24,8 +24,6 @@ SPECS = {"a": ("int64", (None,))}
 
 
 class TensorParty(Party):
-    """Without a bus."""
-
     def prepare(self, task: Task) -> None:
         pass
 

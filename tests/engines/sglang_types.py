@@ -87,7 +87,6 @@ class _Plain(pickle.Unpickler):
 
 
 def named_tensors(payload: bytes) -> Any:
-    """Unpickle a rank's tensors, as the engine does."""
     if HAS_WHEEL:
         from sglang.srt.utils.common import MultiprocessingSerializer
 

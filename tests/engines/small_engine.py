@@ -122,8 +122,6 @@ def run(make: Callable[[int], SmallEngine], ranks: int, ready: Connection, port:
 
 
 class Running:
-    """A server in a process of its own."""
-
     def __init__(self, make: Callable[[int], SmallEngine], ranks: int) -> None:
         self._make = make, ranks
         self._start(0)
@@ -174,7 +172,6 @@ class Running:
         os.kill(self.process.pid, number)
 
     def start_anew(self) -> None:
-        """End it, and start another one at its address."""
         self.kill()
         self._start(int(self.url.rpartition(":")[2]))
 

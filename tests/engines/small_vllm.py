@@ -237,8 +237,6 @@ class CachingVllm(SmallVllm):
 
 
 class ConfiguredVllm(SmallVllm):
-    """Tells its configuration."""
-
     told: ClassVar[dict[str, Any]] = {}
 
     async def server_info(self, request: web.Request) -> web.Response:
@@ -259,8 +257,6 @@ class BalancingVllm(ConfiguredVllm):
 
 
 class DraftingVllm(ConfiguredVllm):
-    """Has a draft model that proposes tokens."""
-
     drafts: ClassVar[bool] = True
     told: ClassVar[dict[str, Any]] = {"speculative_config": {"method": "eagle3"}}
 
@@ -314,7 +310,6 @@ class VerifiedVllm(SmallVllm):
         )
 
     async def flip(self, request: web.Request) -> web.Response:
-        """Flip a bit of one element of a rank's parameter."""
         asked = await request.json()
         parameter = self.fused[asked["rank"]].get_parameter(asked["parameter"])
         parameter.data.view(torch.int16)[tuple(asked["index"])] ^= 1
@@ -329,7 +324,6 @@ def logprob_of(value: float) -> float:
 
 
 def value_of(logprob: float) -> int:
-    """Return the weights that sampled a token of `LabelledVllm`."""
     return round(-logprob * 8) - 2
 
 

@@ -19,7 +19,6 @@ PROMPTS = 3
 
 
 async def ask(producer: shmbus.Producer, running: Any, salted: bool, answers: list[Any]) -> None:
-    """Send requests one after the other, each with the salt of now."""
     number = 0
     while True:
         number += 1
@@ -125,7 +124,6 @@ class Run:
             self.answers.append((salt, said["cached"], said["runs"]))
 
     async def bring(self, version: int, value: float) -> None:
-        """Publish a version whose bytes are `value`, and ask the server."""
         assert self.trainer is not None
         publisher, model = self.trainer.publisher, self.trainer.model
 

@@ -84,8 +84,6 @@ async def test_a_restarted_server_catches_up_and_no_other_is_paused(scene: Scene
 
 
 def versions_of(producer: Producer, *running: Any) -> list[int | None]:
-    """Return what a worker may label samples with: of all servers, and of each."""
-
     def asked(version: Callable[[], int]) -> int | None:
         try:
             return version()

@@ -41,22 +41,29 @@ async def test_servers_run_the_new_version_without_a_mix(mode: str, scene: Scene
 
 
 @pytest.mark.parametrize(
-    ("step", "kind"),
+    ("server", "step", "kind"),
     [
-        ("start", "500"),
-        ("start", "close"),
-        ("update", "500"),
-        ("update", "lie"),
-        ("update", "refuse"),
-        ("update", "close"),
+        ("vllm", "start", "500"),
+        ("vllm", "start", "close"),
+        ("vllm", "update", "500"),
+        ("vllm", "update", "lie"),
+        ("vllm", "update", "refuse"),
+        ("vllm", "update", "close"),
+        ("sglang", "update", "500"),
+        ("sglang", "update", "503"),
+        ("sglang", "update", "lie"),
+        ("sglang", "update", "break"),
     ],
 )
-async def test_a_late_failure_brings_every_server_back(step: str, kind: str, scene: Scene) -> None:
-    running = [scene.servers(2), scene.servers(1)]
+async def test_a_late_failure_brings_every_server_back(
+    server: str, step: str, kind: str, scene: Scene
+) -> None:
+    running = [scene.servers(2, server), scene.servers(1, server)]
     await scene.update(7, *running)
     await running[0].fault(step, kind)
+    timeout = SHORT_S if kind == "lie" else TIMEOUT_S
     with pytest.raises(UpdateRolledBackError, match="every server runs version 7 again") as caught:
-        await scene.update(8, *running)
+        await scene.update(8, *running, timeout=timeout)
     assert caught.value.in_force == 7
     for each in running:
         assert not await each.paused()
@@ -65,6 +72,7 @@ async def test_a_late_failure_brings_every_server_back(step: str, kind: str, sce
     assert paused_by(scene.bus.name) is None
     report = await scene.update(9, *running)
     assert [each.version for each in report.servers] == [9, 9]
+    assert await running[0].tokens(1) == [9.0]
 
 
 async def test_a_quorum_names_the_server_behind(bus: Bus, trainer: Trainer, servers: Any) -> None:

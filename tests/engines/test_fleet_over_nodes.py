@@ -34,7 +34,6 @@ def relay(bus: Bus, trainer: Trainer, nodes: list[str]) -> Iterator[LocalRelay]:
 
 
 def fleet_of(bus: Bus, here: Any, there: Any, node: str, **options: Any) -> EngineFleet:
-    """A fleet of a server on the trainer's node and of one on another."""
     servers = [VllmServer(here.url), VllmServer(there.url, bus=node)]
     return EngineFleet(servers, bus=bus.name, **{"timeout": TIMEOUT_S, **options})
 
@@ -44,8 +43,6 @@ async def token(running: Any) -> float:
 
 
 async def settled(bus: Bus, running: Any, version: int) -> None:
-    """Wait until the trainer's node has heard what a server runs."""
-
     def runs() -> bool:
         rows = [row for row in read_pool(bus.name, "weights").readers if running.url in row.label]
         return bool(rows) and all(row.applied_version == version for row in rows)

@@ -19,13 +19,10 @@ from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the engine's model is; the trainer's is on the host."""
     return torch.device(request.param)
 
 
 class Trainer(torch.nn.Module):
-    """A model with a checkpoint's tensors."""
-
     def __init__(self, shape: Shape, seed: int) -> None:
         super().__init__()
         self.names = checkpoint(shape)
@@ -94,7 +91,6 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def require_loaded(model: FusedModel, trainer: Trainer) -> None:
-    """Compare with what a loader of its own makes of the same weights."""
     fresh = type(model)(model.shape, model.rank, model.ranks, "cpu")
     fresh.load_weights(
         (name, trainer.get_parameter(name.replace(".", "/"))) for name in trainer.names

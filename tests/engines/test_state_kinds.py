@@ -99,7 +99,6 @@ async def test_unrenewed_state_is_refused_first(kind: Any, named: str, scene: Sc
 
 
 def config(**given: Any) -> Any:
-    """What of a vLLM engine's configuration tells which state it has."""
     asked = {"enable_eplb": False, "inductor": {}, "ec": None, "kv": None, **given}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(enable_eplb=asked["enable_eplb"]),
@@ -141,27 +140,19 @@ def test_lasting_vllm_state_is_named(given: dict[str, Any], on_cpu: bool, named:
     ("kind", "named"),
     [(DraftingVllm, "speculative_config"), (Drafting, "speculative_algorithm")],
 )
-async def test_each_report_warns_of_a_draft_model(kind: Any, named: str, scene: Scene) -> None:
+async def test_each_report_warns_of_a_draft_model(
+    kind: Any, named: str, scene: Scene, tmp_path: Path
+) -> None:
     running = scene.servers(2, kind)
     async with scene.fleet(running) as fleet:
-        for version in (1, 2):
-            (told,) = (await fleet.update(scene.trainer, version)).servers
-            assert (told.version, told.error) == (version, "") and named in told.warning
-
-
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [(DraftingVllm, "speculative_config"), (Drafting, "speculative_algorithm")],
-)
-async def test_a_reload_warns_of_a_draft_model_too(
-    kind: Any, named: str, bus: Bus, servers: Any, tmp_path: Path
-) -> None:
-    running = servers(1, kind)
-    trainer = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
-    trainer.publish(1)
-    async with fleet_of(bus.name, running) as fleet:
-        (told,) = (await fleet.reload(tmp_path)).servers
-    assert (told.version, told.error) == (1, "") and named in told.warning
+        reports = [await fleet.update(scene.trainer, version) for version in (1, 2)]
+        scene.trainer.publisher.close()
+        trainer = Trainer(scene.bus.name, carrier="checkpoint", directory=tmp_path)
+        trainer.publish(3)
+        reports.append(await fleet.reload(tmp_path))
+    for version, report in enumerate(reports, 1):
+        (told,) = report.servers
+        assert (told.version, told.error) == (version, "") and named in told.warning
     trainer.publisher.close()
 
 

@@ -72,7 +72,6 @@ class Workers:
 
 
 def checked(sample: shmbus.Trajectory) -> str:
-    """Compare a sample's label with the weights of its tokens, by their logprobs."""
     met = {value_of(float(each)) for each in sample["logprobs"]}
     label = sample.policy_version, sample.newest_policy_version
     if (min(met), max(met)) == label:
@@ -92,7 +91,6 @@ async def check(consumer: shmbus.Consumer, found: Counter[str]) -> None:
 async def whole(
     fleet: EngineFleet, workers: Workers, version: int, tasks: list[asyncio.Task[None]]
 ) -> None:
-    """Have every server run a version, and answer some requests."""
     workers.answers.clear()
     while True:
         for task in tasks:

@@ -40,8 +40,6 @@ class PackedVllm(VerifiedVllm):
 
 
 class Run:
-    """A publisher with digests, a decoder, and one server."""
-
     def __init__(self, bus: str, seed: int, running: Any) -> None:
         self.bus, self.running = bus, running
         self.decoder = Decoder(Shape(), seed)
@@ -153,8 +151,6 @@ def test_the_command_exits_with_1_where_a_bit_differs(run: Any) -> None:
 
 
 class Between(VllmServer):
-    """Does something between the first slice and the second."""
-
     slices = 0
     action: Callable[[], Awaitable[None]]
 

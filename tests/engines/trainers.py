@@ -38,14 +38,11 @@ def fleet_of(bus: str, *running: Any, **options: Any) -> EngineFleet:
 async def update(
     bus: str, trainer: Trainer, version: int, *running: Any, **options: Any
 ) -> UpdateReport:
-    """Bring a version to servers that run."""
     async with fleet_of(bus, *running, **options) as fleet:
         return await fleet.update(trainer, version)
 
 
 class Scene(NamedTuple):
-    """A bus with a trainer, and a way to start servers."""
-
     bus: Bus
     trainer: Trainer
     servers: Callable[..., Any]
@@ -72,8 +69,6 @@ def end_in_an_update(
         os.kill(os.getpid(), number)
 
     class Ending(server):  # type: ignore[misc, valid-type]
-        """Every request that a fleet sends goes through `call`."""
-
         async def call(self, called: str, *arguments: Any, **options: Any) -> Any:
             if called == step and not after:
                 await end(self.address)

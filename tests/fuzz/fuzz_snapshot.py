@@ -88,7 +88,6 @@ class FuzzedSnapshot:
 
 
 def edit(content: bytes, given: Bytes) -> bytes:
-    """One edit: a byte, a cut, something between, or a value of JSON."""
     way, at = given.number() % 4, given.number(2) % (len(content) + 1)
     if way == 0:
         return content[:at] + given.take(1) + content[at + 1 :]

@@ -25,12 +25,10 @@ class Bytes:
         return self._at < len(self._data)
 
     def take(self, count: int) -> bytes:
-        """So many bytes, fewer at the end."""
         self._at += count
         return self._data[self._at - count : self._at]
 
     def number(self, nbytes: int = 1) -> int:
-        """An unsigned integer of so many bytes."""
         return int.from_bytes(self.take(nbytes), "little")
 
 
@@ -45,7 +43,6 @@ class Target(Protocol):
 
 
 def run(make: Callable[[], Target]) -> None:
-    """Do what the command line says."""
     name = Path(sys.argv[0]).stem
     target = make()
     fuzz_one = target.run

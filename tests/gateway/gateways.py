@@ -34,8 +34,6 @@ ENVIRONMENT = {"max_token_length": 512, "desired_name": "math", "weight": 1.0, "
 
 
 class Gateway:
-    """A gateway of one bus, to be killed and started again."""
-
     def __init__(
         self, spawner: Spawner, name: str, options: tuple[object, ...], fault: str = ""
     ) -> None:
@@ -85,7 +83,6 @@ class Gateway:
         assert self.get("/batch").status == 200
 
     def register_env(self, **changes: Any) -> int:
-        """Register an environment; returns its number."""
         answer = self.post("/register-env", {**ENVIRONMENT, **changes}).json()
         assert answer["status"] == "success", answer
         return int(answer["env_id"])

@@ -201,7 +201,6 @@ def test_environments_that_all_disconnected_are_answered(gateway: Gateway) -> No
 
 
 def talk(gateway: Gateway, data: bytes) -> bytes:
-    """Send bytes, and return everything that comes until the gateway ends the connection."""
     with gateway.connect() as connection:
         connection.sendall(data)
         found = b""

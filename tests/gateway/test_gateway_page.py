@@ -30,7 +30,6 @@ def blocks(heading: str) -> list[tuple[str, str]]:
 
 
 def commands(heading: str) -> list[str]:
-    """Each line of its shell blocks, without what is said of it."""
     lines = [line for kind, code in blocks(heading) if kind == "sh" for line in code.splitlines()]
     return [line.partition("#")[0].strip() for line in lines]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import segments_named, together, wait_until
+from conftest import together, wait_until
 from gateways import REGISTRATION, Gateway
 from http_answers import read_answer
 from http_requests import request_bytes, reset, scored
@@ -27,12 +27,10 @@ KILLS = 12 if "SHMBUS_TEST_LONG" in os.environ else 4
 
 
 def numbered(number: int, length: int = ROW) -> dict[str, Any]:
-    """A group of two that is known by its first token."""
     return scored([number] * length, [number] * length)
 
 
 def numbers(batch: Any) -> list[int]:
-    """By which numbers the groups of a batch are known."""
     return [group["tokens"][0][0] for group in batch]
 
 
@@ -45,7 +43,6 @@ def all_batches(gateway: Gateway) -> list[int]:
 
 
 def balanced(name: str) -> bool:
-    """Whether the ledger balances, read by the next consumer."""
     with shmbus.Consumer(name) as consumer:
         return consumer.stats().balanced
 
@@ -135,7 +132,7 @@ def test_a_body_whose_answer_was_lost_comes_once(gateway: Gateway, seed: int) ->
     assert int(repeated[1]) > 0
 
 
-def test_a_list_whose_answer_was_lost_comes_once(gateway: Gateway) -> None:
+def test_a_list_whose_answer_was_lost_comes_once_and_another_body_too(gateway: Gateway) -> None:
     gateway.register(batch_size=2)
     body = [numbered(number) for number in range(5)]
     for _ in range(2):
@@ -143,19 +140,9 @@ def test_a_list_whose_answer_was_lost_comes_once(gateway: Gateway) -> None:
         connection.sendall(request_bytes("POST", "/scored_data_list", body))
         wait_until(lambda: gateway.get("/status").json()["queue_size"] == 5)
         reset(connection)
+    assert gateway.post("/scored_data", numbered(5)).status == 200
     assert gateway.post("/scored_data_list", body).json()["groups_processed"] == 5
-    assert all_batches(gateway) == list(range(5))
-
-
-def test_another_body_is_not_taken_for_one_whose_answer_was_lost(gateway: Gateway) -> None:
-    gateway.register(batch_size=2)
-    connection = gateway.connect()
-    connection.sendall(request_bytes("POST", "/scored_data", numbered(1)))
-    wait_until(lambda: gateway.get("/status").json()["queue_size"] == 1)
-    reset(connection)
-    assert gateway.post("/scored_data", numbered(2)).status == 200
-    assert gateway.post("/scored_data", numbered(1)).status == 200
-    assert all_batches(gateway) == [1, 2]
+    assert all_batches(gateway) == list(range(6))
 
 
 def test_a_batch_whose_answer_was_cut_comes_again_first(gateway: Gateway) -> None:
@@ -181,19 +168,28 @@ def test_a_trainer_that_hangs_up_at_once_has_its_batch_again(gateway: Gateway) -
     assert all_batches(gateway) == [0]
 
 
-@pytest.mark.parametrize("gateway_dies", [False, True])
-def test_a_dead_trainers_batch_comes_again(gateway_of: Any, gateway_dies: bool) -> None:
-    gateway = gateway_of("--create", "4MiB")
+@pytest.mark.parametrize(
+    ("bodies", "taken", "kept", "gateway_dies"),
+    [
+        ([0, 1, 2], 2, 1, False),
+        ([0, 1, 2], 2, 1, True),
+        ([0, 1, 2, 3], 3, 2, False),
+        ([0, 0], 2, 2, True),
+    ],
+)
+def test_the_kept_batches_of_a_dead_trainer_come_again(
+    bodies: list[int], taken: int, kept: int, gateway_dies: bool, gateway_of: Any
+) -> None:
+    gateway = gateway_of("--create", "4MiB", "--keep-batches", kept)
     gateway.register(batch_size=2)
-    for number in range(3):
-        gateway.post("/scored_data", numbered(number))
-    assert numbers(gateway.batch()) == [0]
-    assert numbers(gateway.batch()) == [1]
+    for number in bodies:
+        assert gateway.post("/scored_data", numbered(number)).status == 200
+    assert [numbers(gateway.batch()) for _ in range(taken)] == [[n] for n in bodies[:taken]]
     if gateway_dies:
         gateway.kill()
         gateway.start()
     assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
-    assert all_batches(gateway) == [1, 2]
+    assert all_batches(gateway) == bodies[taken - kept :]
 
 
 def test_a_trainer_that_leaves_http_has_everything_and_may_come_back(gateway_of: Any) -> None:
@@ -232,17 +228,6 @@ def test_groups_given_away_do_not_end_a_batch(gateway_of: Any) -> None:
         with slow, pytest.raises(ConnectionError):
             read_answer(slow)
         assert numbers(trainer.get_batch(timeout=20)["batch"]) == [10**18]
-
-
-def test_with_several_trainer_processes_each_keeps_its_last_batch(gateway_of: Any) -> None:
-    gateway = gateway_of("--create", "16MiB", "--keep-batches", 2)
-    gateway.post("/register", {**REGISTRATION, "batch_size": 2})
-    gateway.register(batch_size=2)
-    for number in range(4):
-        gateway.post("/scored_data", numbered(number))
-    assert [numbers(gateway.batch()) for _ in range(3)] == [[0], [1], [2]]
-    assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
-    assert all_batches(gateway) == [1, 2, 3]
 
 
 def test_a_trainer_reads_slowly_and_others_are_answered(gateway: Gateway) -> None:
@@ -302,20 +287,6 @@ def test_a_body_that_the_dead_gateway_had_put_comes_once(gateway_of: Any, seed: 
     assert sorted(all_batches(gateway)) == list(range(KILLS))
 
 
-def test_a_body_whose_answer_was_lost_before_the_gateway_died_comes_once(gateway_of: Any) -> None:
-    gateway = gateway_of("--create", "4MiB")
-    gateway.register(batch_size=2)
-    for number in range(3):
-        connection = gateway.connect()
-        connection.sendall(request_bytes("POST", "/scored_data", numbered(number)))
-        wait_until(lambda: gateway.get("/status").json()["queue_size"] == 1)
-        reset(connection)
-        gateway.kill()
-        gateway.start()
-        assert gateway.post("/scored_data", numbered(number)).status == 200
-        assert all_batches(gateway) == [number]
-
-
 def test_a_list_that_the_gateway_had_half_put_when_it_died_comes_once(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "1MiB")
     gateway.register(batch_size=2)
@@ -363,17 +334,6 @@ def test_a_second_gateway_of_a_bus_is_refused(gateway: Gateway, gateway_of: Any)
     with pytest.raises(AssertionError, match=f"found the one with pid {gateway.child.pid}"):
         gateway_of()
     assert gateway.get("/info").json()["batch_size"] == REGISTRATION["batch_size"]
-
-
-def test_a_port_that_is_taken_is_said_in_a_sentence(gateway: Gateway, spawn: Any) -> None:
-    from gateways import RUN
-
-    child = spawn.script(RUN, "", gateway.name + "2", "--create", "1MiB", "--http",
-                         f"127.0.0.1:{gateway.port}")  # fmt: skip
-    assert child.wait() != 0
-    assert "expected an address of this machine and a free port" in child.output()
-    for path in segments_named(gateway.name + "2"):
-        path.unlink()
 
 
 def test_what_clients_send_at_once_stays_within_the_budget(gateway_of: Any) -> None:

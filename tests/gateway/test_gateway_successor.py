@@ -95,7 +95,6 @@ def post_and_lose(gateway: Gateway, path: str, content: Any) -> None:
 
 
 def until_answered(ask: Callable[[], Answer]) -> Answer:
-    """Ask again and again while nobody listens, as clients do."""
     while True:
         try:
             return ask()
@@ -146,20 +145,6 @@ def test_a_repeat_that_comes_while_its_first_is_put_is_put_once(gateway_of: Any)
         reset(connection)
     assert gateway.post("/scored_data", numbered(0)).status == 200
     assert all_batches(gateway) == [0]
-
-
-def test_equal_bodies_given_to_a_trainer_come_again_after_a_kill_as_two_groups(
-    gateway_of: Any,
-) -> None:
-    gateway = gateway_of("--create", "4MiB", "--keep-batches", 2)
-    gateway.register(batch_size=2)
-    for _ in range(2):
-        assert gateway.post("/scored_data", numbered(0)).status == 200
-    assert [numbers(gateway.batch()) for _ in range(2)] == [[0], [0]]
-    gateway.kill()
-    gateway.start()
-    assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
-    assert [numbers(gateway.batch()) for _ in range(2)] == [[0], [0]]
 
 
 def test_of_a_list_a_successor_puts_only_what_is_not_there(gateway_of: Any) -> None:
@@ -230,7 +215,6 @@ def test_a_body_that_waited_while_others_were_put_is_not_taken_for_put(gateway_o
 
 
 def taken(consumer: shmbus.Consumer) -> list[int]:
-    """All groups that are complete, by their numbers; they are acknowledged."""
     found: list[int] = []
     while groups := consumer.take(100, timeout=0):
         found += [int(group[0]["tokens"][0]) for group in groups]

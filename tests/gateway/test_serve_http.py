@@ -12,7 +12,6 @@ from http_requests import scored
 
 
 def gateway_of_daemon(served: Daemon) -> Gateway:
-    """The gateway that a daemon started last, once it serves."""
     pattern = r"serving bus=\S+ http=http://127.0.0.1:(\d+)"
     found = Gateway.__new__(Gateway)
     found.name = served.name
@@ -35,7 +34,6 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody reaped yet has."""
     try:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

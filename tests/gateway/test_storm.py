@@ -100,8 +100,6 @@ while True:
 
 
 class Storm:
-    """All processes, each started again after its death."""
-
     def __init__(self, spawner: Spawner, gateway: Gateway, directory: Path, seed: int) -> None:
         self.dice = random.Random(seed)
         self.gateway = gateway
@@ -131,7 +129,6 @@ class Storm:
         return self._start(ENVIRONMENT, Path(f"{self.answered}{number}"), first, interval_s)
 
     def strike(self) -> None:
-        """Kill one process, and start it again; none has died by itself."""
         for child in (self.gateway.child, self.trainer, *self.environments):
             assert child.running, child.output()
         who = self.dice.choice(["gateway", "gateway", "trainer", "environment"])

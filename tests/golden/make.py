@@ -48,7 +48,6 @@ def record_of(name: str, put: Callable[[shmbus.Producer], Any], checksum: bool) 
 
 
 def golden(name: str) -> dict[str, Any]:
-    """All that is pinned, of a bus of this name."""
     tables = {
         table: {
             "bytes": note["itemsize"],
@@ -70,7 +69,6 @@ def golden(name: str) -> dict[str, Any]:
 
 
 def path() -> Path:
-    """Where the bytes of this version are kept."""
     return HERE / f"layout-{_core.LAYOUT_VERSION}.json"
 
 

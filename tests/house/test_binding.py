@@ -22,7 +22,6 @@ def definitions(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def declarations(path: Path) -> set[str]:
-    """Functions that a header declares and does not define."""
     defined = {name for name, _ in definitions(path)}
     return {match[2] for match in _DEFINITION.finditer(path.read_text())} - defined
 
@@ -32,7 +31,6 @@ def unit(path: Path) -> str:
 
 
 def families() -> dict[str, list[Path]]:
-    """Files of each family of objects; those of all families are `python`."""
     found: dict[str, list[Path]] = {}
     for path in sorted(BINDING.rglob("*.[ch]")):
         found.setdefault(path.parent.name, []).append(path)

@@ -26,8 +26,6 @@ pytestmark = [
 
 
 class Symbols(NamedTuple):
-    """What one file of the core gives to others, and what it takes."""
-
     defined: set[str]
     undefined: set[str]
 
@@ -50,7 +48,6 @@ def symbols_of(compiled: Path) -> Symbols:
 
 @pytest.fixture(scope="module")
 def core(failpoint_build: Path) -> dict[str, Symbols]:
-    """Each file of the core as "room/name", without its suffix."""
     objects = failpoint_build / "objects" / CORE.name
     return {
         f"{room}/{source.stem}": symbols_of(objects / room / f"{source.stem}.o")

@@ -69,7 +69,6 @@ def endings() -> frozenset[str]:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """The anchors of a page's headings, as code hosts make them."""
     found = set()
     for _, line in prose(page):
         if line.startswith("#"):
@@ -79,7 +78,6 @@ def anchors(page: Path) -> frozenset[str]:
 
 
 def is_a_name_of(module: str) -> bool:
-    """Whether a dotted name is a module, or a name that stands in one."""
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:end])
@@ -172,7 +170,6 @@ def test_external_links_are_found_without_the_sentence_around_them() -> None:
 
 
 def tours() -> dict[str, list[str]]:
-    """The files of each tour, in its order."""
     text = (ROOT / "docs/architecture.md").read_text().partition("## Guided tours")[2]
     found = re.findall(r"^\*\*(.+?)\.\*\* (.+?\.)(?= [A-Z]|\n\n)", text, re.M | re.S)
     return {name.lower(): re.findall(FILE, sentence) for name, sentence in found}
@@ -207,7 +204,6 @@ def test_a_packed_batch_goes_down_through_14_files_and_climbs_once(bus_name: str
 
 
 def files_entered(call: Callable[[], object]) -> set[str]:
-    """The project's files with a function that runs during a call."""
     entered: set[str] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -213,7 +213,6 @@ def raised(value: Any) -> set[str]:
 
 
 def fields_of(kind: type) -> list[str]:
-    """Fields of a Struct, a dataclass or a NamedTuple; none of an exception."""
     for name in ("__struct_fields__", "__dataclass_fields__", "_fields"):
         if fields := getattr(kind, name, None):
             return list(fields)

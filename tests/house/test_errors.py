@@ -43,8 +43,6 @@ PAGE = np.zeros(3500, np.uint8)
 
 
 class Ends(SimpleNamespace):
-    """Both ends of a small bus, and a group and a reservation between them."""
-
     bus: Bus
     producer: Producer
     consumer: Consumer
@@ -54,7 +52,6 @@ class Ends(SimpleNamespace):
 
 @pytest.fixture
 def ends(bus_name: str) -> Iterator[Ends]:
-    """Sixteen extents of a page each."""
     with (
         Bus.create(bus_name, capacity=65536, max_producers=4) as bus,
         Producer(bus_name) as producer,

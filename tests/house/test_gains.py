@@ -16,7 +16,6 @@ RESULTS = ROOT / "bench/results"
 
 
 def measured(file: str, unit: str) -> set[str]:
-    """Return the medians of the kept rows of a unit, as reports have them."""
     rows = json.loads((RESULTS / file).read_text())["rows"]
     of = [row for row in rows if row["unit"] == unit]
     values = [row[key] for row in of for key in ("values", "beside_values") if row[key]]
@@ -25,7 +24,6 @@ def measured(file: str, unit: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def said() -> Any:
-    """Return the form's rates, and what it makes of a run whose bytes are easy to divide."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("needs node, which reads the page's script")

@@ -133,7 +133,6 @@ MOST_MODULES_OF_A_PRODUCER = 34
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the packages by its dotted name."""
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for package in PACKAGES

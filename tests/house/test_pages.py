@@ -10,7 +10,9 @@ NAMED = re.compile(r"\(\s*\"([\w.-]+\.md)\",\s*(?:\"([^\"]+)\"|'([^']+)')")
 
 
 def named() -> list[tuple[str, str]]:
-    files = [*(ROOT / "tests" / "peers").rglob("*.py"), *(ROOT / "tests" / "trainer").glob("*.py")]
+    tests = ROOT / "tests"
+    files = [*(tests / "peers").rglob("*.py"), *(tests / "trainer").glob("*.py")]
+    files.append(tests / "house" / "test_upstream_pages.py")
     return [(m[1], m[2] or m[3]) for file in files for m in NAMED.finditer(file.read_text())]
 
 

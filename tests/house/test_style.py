@@ -93,7 +93,6 @@ TRAINER_ADAPTER_ALL = [
 
 
 def tree(directory: Path = ROOT) -> Iterator[Path]:
-    """All files of the project, without what builds and tools left here."""
     for path in sorted(directory.iterdir()):
         if path.is_symlink():
             continue
@@ -126,7 +125,6 @@ def report(offences: list[str]) -> None:
 
 
 def opens_with_a_string(path: Path) -> bool:
-    """Whether its first statement begins with a string that says something."""
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
             if token.type not in (tokenize.ENCODING, tokenize.COMMENT, tokenize.NL):

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from doc_pages import PAGES, blocks
+from doc_pages import PAGES, blocks, installs
 from test_style import ROOT
 
 UPSTREAM = PAGES / "upstream"
@@ -40,6 +40,20 @@ def test_the_versions_are_those_of_the_tests(page: str) -> None:
     text = "".join(path.read_text() for path in folder.iterdir() if path.is_file())
     pinned = set(re.findall(r"[\w-]+(?:\[[\w-]+\])?==[\d.]*\d", text))
     assert pinned and pinned <= set(needed), pinned
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("skyrl.md", "pip install shmbus skyrl"),
+        ("torchtitan.md", "pip install shmbus torchtitan"),
+        ("trl.md", "pip install"),
+        ("verl.md", "pip install"),
+    ],
+)
+def test_a_page_installs_what_its_tests_ran_with(page: str, words: str) -> None:
+    needed = (ROOT / "tests/peers" / page.removesuffix(".md") / "requirements.txt").read_text()
+    assert installs(page, words) <= set(needed.splitlines())
 
 
 @pytest.mark.parametrize("name", ["prime-rl", "slime"])

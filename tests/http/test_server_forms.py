@@ -71,7 +71,6 @@ class Server(NamedTuple):
 
 @contextmanager
 def running(name: str, bus: str) -> Iterator[Server]:
-    """Run a server of this process."""
     serve: dict[str, Callable[[], Any]] = {
         "gateway": lambda: gateway_serving(
             GatewaySettings(bus=bus, port=0, token=TOKEN, body_limit=LIMIT, memory=4 * LIMIT)
@@ -121,7 +120,6 @@ def server(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server
 
 @pytest.fixture(params=SERVERS[:2])
 def taker(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
-    """A server that takes bodies."""
     return servers[request.param]
 
 

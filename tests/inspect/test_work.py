@@ -14,7 +14,6 @@ from shmbus.inspect.status import read_status, status_of
 
 
 def begun(name: str) -> dict[tuple[str, int], int | None]:
-    """Who has begun which samples of incomplete groups."""
     return {
         (group.instance_id, cell.index): cell.producer
         for group in read_groups(name).groups

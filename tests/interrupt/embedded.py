@@ -36,16 +36,9 @@ REPEATED: list[str] = []
 
 @dataclass
 class Shape:
-    """What an operation meets. A seeded one differs from round to round.
+    """What an operation meets; a seeded shape differs from round to round.
 
-    Attributes
-    ----------
-    samples : int
-        Samples of a group.
-    more : int
-        How many times as many groups are put.
-    rng : random.Random or None
-        With one, the call that repeats an interrupted one may be interrupted too.
+    With `rng`, the call that repeats an interrupted one may be interrupted too.
     """
 
     samples: int = 2
@@ -96,7 +89,6 @@ class Case:
         self.bus.close()
 
     def offer(self, groups: int = 3, extra: Callable[[str], None] | None = None) -> None:
-        """Put complete groups, and whatever else the operation is to meet."""
         self.round += 1
         self.put = set()
         for number in range(groups * SHAPE.more):
@@ -190,7 +182,6 @@ def interrupt(at: int, operate: FunctionType) -> Outcome:
 
 
 def taking(case: Case, at: int, extra: Callable[[str], None] | None = None) -> None:
-    """A take of complete groups, and of whatever else was put."""
     case.offer(extra=extra)
 
     def operate() -> object:
@@ -255,8 +246,6 @@ def failing(case: Case, at: int) -> None:
 
 
 def judged(case: Case, at: int) -> None:
-    """A take that drops a group without variance."""
-
     def extra(key: str) -> None:
         for index in range(2):
             case.producer.put(f"{key}-z", group_size=2, index=index, score=1, tokens=DATA)

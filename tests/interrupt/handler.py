@@ -170,8 +170,6 @@ def offering(case: Case, at: int) -> None:
 
 
 def ending(verb: str) -> Callable[[Case, int], None]:
-    """An acknowledgement of a batch, or its return."""
-
     def run(case: Case, at: int) -> None:
         case.offer_round()
         first = case.handler.next_batch(timeout=2.0)
@@ -227,7 +225,6 @@ def attaching(case: Case, at: int) -> None:
 
 
 def closing(case: Case, at: int) -> None:
-    """A close, called again after an interrupt, leaves all to the next handler."""
     case.offer_round()
     case.handler.next_batch(timeout=2.0)
 

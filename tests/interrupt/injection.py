@@ -79,14 +79,9 @@ def _find_exits(code: CodeType) -> frozenset[int]:
 
 
 class Injection:
-    """Raises `Injected` at one event of the block that it manages.
+    """Raises `Injected` at the `at`-th event of the block that it manages; 0 only counts events.
 
-    Parameters
-    ----------
-    at : int
-        Which event, from 1; 0 counts them only.
-    caller : str
-        The file whose functions call the library; their calls into C count too.
+    Calls into C count too in functions of the file `caller`, which call the library.
     """
 
     def __init__(self, at: int, caller: str) -> None:

@@ -79,7 +79,6 @@ class Case(embedded.Case):
 
 
 def acknowledge_shards(case: Case, mine: list[shmbus.Group], others: list[shmbus.Group]) -> None:
-    """Acknowledge the shards of both ranks; nothing is left then."""
     case.consumer.ack(mine)
     case.others[0].ack(others)
     case.balance()

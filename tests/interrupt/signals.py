@@ -98,7 +98,6 @@ class Victim:
                 self.handle(missed, None)
 
     def work(self) -> None:
-        """Do something, armed where that is what shall be interrupted."""
         if self.mode not in WITHIN:
             self.arm()
             self.operate()
@@ -172,7 +171,6 @@ class Victim:
         self.note()
 
     def drain(self, seconds: float) -> shmbus.Ledger:
-        """Take all that is left, and return the ledger then."""
         deadline = time.monotonic() + seconds
         while True:
             self.operate()
@@ -266,7 +264,6 @@ class Feeder(threading.Thread):
 
 
 def attack(name: str, mode: str, count: int, seed: int) -> dict[str, Any]:
-    """Run one mode; return how often it was interrupted, and what was wrong."""
     rng = random.Random(seed)
     with contextlib.ExitStack() as last:
         if mode in ALONE:

@@ -78,7 +78,6 @@ def run_round(name: str, path: str, seed: int) -> dict[str, Any]:
 
 
 def sweep(name: str, path: str, injections: int, seed: int) -> dict[str, Any]:
-    """Run rounds of a path until so many exceptions were raised, or one found a fault."""
     total: dict[str, Any] = {"path": path, "seed": seed, "injections": 0, "rounds": 0, "faults": []}
     while total["injections"] < injections and not total["faults"]:
         report = run_round(name, path, seed + total["rounds"])

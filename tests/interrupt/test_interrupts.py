@@ -22,8 +22,6 @@ Reports = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def reports(spawn: Spawner) -> Reports:
-    """Run a script of this folder, and return the lines of JSON that it prints."""
-
     def run(script: str, *arguments: object) -> list[dict[str, Any]]:
         said = spawn.file(HERE / script, *arguments).finish(timeout=240)
         # Beside what it logs.
@@ -77,3 +75,44 @@ def test_a_consumer_that_gets_signals_at_random_instants_loses_and_doubles_nothi
     (report,) = reports("signals.py", bus_name, count, seed, mode)
     assert report["faults"] == []
     assert (report["KeyboardInterrupt"], report["Alarm"]) == (count, count)
+
+
+#: Of these `make interrupts` has each step, and all other operations.
+OFFER_STEP = 9
+HANDLED = [
+    "next-stale",
+    "ack",
+    "give-back",
+    "state",
+    "load",
+    "attach",
+    "next-twice-prefetch",
+    "ack-prefetch",
+    "close-prefetch",
+    "served-give-back",
+    "rank-ack",
+    "rank-next-twice-prefetch",
+    "rank-close",
+]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("operation", HANDLED)
+def test_an_exception_at_some_steps_of_the_handler_loses_nothing(
+    bus_name: str, operation: str, seed: int, reports: Reports
+) -> None:
+    pytest.importorskip("torch")
+    part = ("--from", 1 + seed % STEP, "--step", STEP)
+    (report,) = reports("handler.py", bus_name, operation, *part)
+    assert report["faults"] == []
+    assert report[operation] > 5
+
+
+def test_an_exception_at_some_steps_of_an_offer_offers_each_prompt_once(
+    bus_name: str, seed: int, reports: Reports
+) -> None:
+    pytest.importorskip("torch")
+    part = ("--from", 1 + seed % OFFER_STEP, "--step", OFFER_STEP)
+    (report,) = reports("handler.py", bus_name, "offer", *part)
+    assert report["faults"] == []
+    assert report["offer"] > 20

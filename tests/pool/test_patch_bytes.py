@@ -32,8 +32,6 @@ PIECES = [
 
 
 class Ends:
-    """Two pools, of which the second one gets what the first one publishes."""
-
     def __init__(self, bus: str, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.payload = self.rng.integers(0, 256, SIZE, dtype=np.uint8)
@@ -45,7 +43,6 @@ class Ends:
         )
 
     def publish(self, version: int) -> VersionLease:
-        """Publish a version here, of which a few elements changed."""
         self.payload[self.rng.integers(0, SIZE, 50)] ^= 1
         write = begun(self.here, version)
         with write:

@@ -41,7 +41,6 @@ time.sleep(600)
 
 @pytest.fixture
 def publishers(bus_name: str) -> Iterator[MakePublisher]:
-    """Make publishers of one pool; they are closed, and the pool removed, after the test."""
     made: list[PoolPublisher] = []
 
     def make(slots: int = 2, size: int = SIZE, **options: object) -> PoolPublisher:
@@ -56,7 +55,6 @@ def publishers(bus_name: str) -> Iterator[MakePublisher]:
 
 
 def publish(publisher: PoolPublisher, version: int, size: int = SIZE, **options: bool) -> bool:
-    """Publish a version all of whose bytes are its number; whether it was not skipped."""
     write = publisher.begin(version, size, meta=b"meta-%d" % version, text=f"step {version}")
     if write is None:
         return False

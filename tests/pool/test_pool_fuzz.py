@@ -15,7 +15,6 @@ TABLES = 4096 + 8 * 256 + 64 * 256 + 128 * 256
 
 
 def use(bus: str, *, write: bool) -> bool:
-    """Everything that a process does with a pool; whether it got a version."""
     got = False
     read_pool(bus, "fuzz")
     with PoolReader(bus, "fuzz") as reader, reader.latest(timeout=0) as lease:

@@ -56,7 +56,6 @@ def run_receiver(name: str) -> None:
 
 
 def run_resumer(name: str) -> None:
-    """Withdraw what was sent, and go on at another step."""
     with ChannelSender(name, timeout=60) as side:
         side.send(b"old"), side.send(b"old")
         side.resume_after(10)
@@ -72,14 +71,11 @@ def check(message: Message, expected: int, faults: list[str]) -> None:
 
 
 class Side:
-    """The child of a case, which is resumed after its stop."""
-
     def __init__(self, child: Child) -> None:
         self.child = child
         self.stopped = False
 
     def look(self) -> bool:
-        """Whether the child has ended; notes a stop."""
         ended = self.child.look()
         self.stopped = self.stopped or self.child.stopped
         return ended
@@ -89,7 +85,6 @@ class Side:
             self.child.go_on()
 
     def finish(self) -> None:
-        """Wait for the child's end, through a stop, which may come after its last step."""
         for _ in deadline("the end of a side"):
             self.resume()
             if self.look():

@@ -276,7 +276,6 @@ class Case:
         time.sleep(max(end - time.monotonic(), 0))
 
     def lines(self, verb: str) -> Counter[str]:
-        """Count how often each group stands in the log after this word."""
         lines = [line.split() for line in self.log.read_text().splitlines()]
         return Counter(line[1] for line in lines if line[0] == verb)
 
@@ -329,7 +328,6 @@ class Case:
         self.until(len(self.wanted))
 
     def finish(self) -> shmbus.Ledger:
-        """Have all processes leave cleanly, whatever still happens to them."""
         self.told[OVER] = 1
         for _ in deadline("the end of the ranks"):
             self.go_on()
@@ -351,7 +349,6 @@ class Case:
             return consumer.stats()
 
     def audit(self, ledger: shmbus.Ledger) -> None:
-        """Check that every group was acknowledged once, and that all space is free."""
         begun, done = self.lines("begin"), self.lines("done")
         if self.wanted - begun.keys() or self.lines("torn"):
             lost = sorted(self.wanted - begun.keys())
@@ -414,7 +411,6 @@ def snapshot_case(name: str, kind: str, failpoint: str, directory: Path) -> dict
 
 
 def case(kind: str) -> Callable[[str, str, str], dict[str, object]]:
-    """Return the cases of a kind, each with a folder of its own."""
     play_one = snapshot_case if kind == "snapshot" else daemon_case
 
     def run(name: str, failpoint: str, action: str) -> dict[str, object]:

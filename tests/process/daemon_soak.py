@@ -131,7 +131,6 @@ class DaemonSoak(Soak):
             super().act()
 
     def fill(self) -> None:
-        """Leave nothing of /dev/shm for a while, in which the daemon is killed."""
         path = Path("/dev/shm/ballast")
         with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
             while True:

@@ -69,7 +69,6 @@ POINTS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def pattern(key: int, size: int) -> np.ndarray:
-    """Bytes that tell one record from another."""
     return ((np.arange(size) + key * 7919) % 251).astype(np.uint8)
 
 
@@ -214,7 +213,6 @@ def group_key(group: int, index: int) -> int:
 def put_groups(
     producer: shmbus.Producer, indices: range, first: int, count: int, **more: int
 ) -> None:
-    """Put samples of so many groups, some of them large."""
     for group in range(first, first + count):
         for index in indices:
             key = group_key(group, index)
@@ -278,7 +276,6 @@ def take_rest(
 
 
 def check_alone(name: str, faults: list[str]) -> None:
-    """Check that a stopped collector keeps the bus."""
     try:
         shmbus.Consumer(name).close()
         faults.append("a second collector attached while the first was stopped")
@@ -380,7 +377,6 @@ Case = Callable[[str, str, str], "dict[str, object]"]
 
 
 def log_of(name: str) -> Path:
-    """Log of a case, which goes with the bus."""
     return Path(f"/dev/shm/shmbus.{name}.log")
 
 

@@ -45,7 +45,6 @@ def cycle(name: str, number: int) -> None:
 
 
 def counts(name: str) -> dict[str, int]:
-    """What a leak would add to."""
     gc.collect()
     mappings = Path("/proc/self/maps").read_text().splitlines()
     if any("libasan" in line for line in mappings):

@@ -85,7 +85,6 @@ def publish(publisher: PoolPublisher, version: int, *, patch: bool = False) -> N
 
 
 def newest(bus: str) -> int:
-    """The newest version, which has to be whole."""
     with PoolReader(bus, "weights") as reader, reader.latest(timeout=5) as lease:
         found = lease.view()
         check_patch(bus, lease)
@@ -109,7 +108,6 @@ def check_patch(bus: str, lease: VersionLease) -> None:
 
 
 def lead(bus: str) -> list[str]:
-    """Publish as rank 0 until the other rank is gone."""
     try:
         with PoolPublisher(bus, "weights", world_size=2, timeout=2.0) as publisher:
             for version in VERSIONS:
@@ -120,7 +118,6 @@ def lead(bus: str) -> list[str]:
 
 
 def case(bus: str, kind: str, failpoint: str, action: str) -> dict[str, object]:
-    """One death or stop, and what is left."""
     faults: list[str] = []
     with PoolPublisher(bus, "weights", spec=SPEC) as publisher:
         publish(publisher, 1)

@@ -78,7 +78,6 @@ class Reader:
 
 
 def groups_in(log: Path, verb: str) -> list[int]:
-    """Return the groups that stand after this word in the log, in order."""
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     return [int(number) for word, number in lines if word == verb]
 
@@ -143,7 +142,6 @@ def case(name: str, kind: str, failpoint: str) -> dict[str, object]:
 
 
 def audit(reader: Reader, producer: shmbus.Producer, child: Child, log: Path) -> list[str]:
-    """Check that each group came once and whole, and that the retry table is empty."""
     faults = []
     for _ in deadline("the last records"):
         reader.take()

@@ -47,7 +47,6 @@ def content(life: int, number: int, index: int, size: int) -> np.ndarray:
 
 
 def size_of(life: int, number: int, index: int) -> int:
-    """Mostly the usual sizes, now and then a large one."""
     at = (life * 7 + number * 13 + index * 29) % 97
     return SIZES[-1] if at == 0 else SIZES[at % (len(SIZES) - 1)]
 
@@ -115,7 +114,6 @@ def consume(name: str, notes: Notes, answers: Notes) -> None:
 
 
 def take_some(consumer: shmbus.Consumer, answers: Notes, timeout: float) -> int:
-    """One take; True while there was something."""
     groups = consumer.take(64, timeout=timeout)
     for group in groups:
         place = judge(group, answers)

@@ -90,7 +90,6 @@ def start_ranks(spawn: Spawner, name: str, seed: int, directory: Path, stop: Pat
 
 
 def drain(name: str, log: Path) -> None:
-    """Acknowledge what is left, as the only one there."""
     with Consumer(name) as consumer, log.open("w") as out:
         while (ledger := consumer.stats()).leased or ledger.stashed or ledger.in_ring:
             for group in consumer.take(64, timeout=0.1):

@@ -17,7 +17,6 @@ FORKS = 25
 
 
 def answers(call: Callable[[], Any]) -> None:
-    """Do it in a child; it may raise BusClosedError."""
     try:
         call()
     except shmbus.BusClosedError as error:

@@ -85,7 +85,6 @@ def _refuse(why: str) -> None:
 
 
 def rendered(template: str, body: dict[str, Any], begins_turn: bool = True) -> list[int]:
-    """Return the ids of a call's messages."""
     text = _compiled(template).render(
         messages=body["messages"], tools=body.get("tools"), add_generation_prompt=begins_turn,
         raise_exception=_refuse, **(body.get("chat_template_kwargs") or {}),

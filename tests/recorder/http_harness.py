@@ -41,7 +41,6 @@ class Sample(NamedTuple):
 
 @contextmanager
 def recording(bus: str, seed: int) -> Iterator[tuple[StubEngine, str]]:
-    """Have an engine, and the address of a recorder before it, in the block."""
     with in_thread(lambda: serving_stub(StubEngine(seed))) as engine:
         settings = Settings(
             bus=bus, engines=(engine.url,), port=0, assume_trainer_version=True

@@ -20,8 +20,6 @@ StartEngine = Callable[..., StubEngine]
 
 @dataclass
 class Scene:
-    """The parts around a recorder."""
-
     request: pytest.FixtureRequest
     bus: shmbus.Bus
     engine: StubEngine
@@ -51,7 +49,6 @@ class Scene:
         return self.producer.session(self.producer.requests.next(30.0), url=url)
 
     def taken(self) -> list[shmbus.Trajectory]:
-        """Take the samples of the only group."""
         (group,) = self.consumer.take(1, timeout=30.0)
         return list(group)
 
@@ -59,7 +56,6 @@ class Scene:
 def ask(
     url: str, body: Any = None, key: str | None = None, **headers: str
 ) -> tuple[int, dict[str, Any]]:
-    """Ask over HTTP; a POST where there is a body."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
@@ -73,7 +69,6 @@ def ask(
 
 
 def chat(session: shmbus.Session, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
-    """Have one answer to a chat; returns its message."""
     body = {"model": "m", "messages": messages, **options}
     status, answer = ask(f"{session.base_url}/chat/completions", body, session.api_key)
     assert status == 200, answer

@@ -28,7 +28,6 @@ def npy(array: Any, **how: Any) -> str:
 
 
 def headed(head: bytes) -> str:
-    """Return an .npy with a head of any bytes."""
     padded = head.ljust(54) + b"\n"
     return base64.b64encode(b"\x93NUMPY\1\0" + len(padded).to_bytes(2, "little") + padded).decode()
 

@@ -24,7 +24,6 @@ def only(recorder: Recorder) -> Session:
 
 
 def trained(consumer: shmbus.Consumer) -> list[list[int]]:
-    """Return the trained tokens of each row of the one sample."""
     (group,) = consumer.take(1, timeout=30.0)
     return [np.asarray(row["tokens"])[row["loss_mask"] == 1].tolist() for row in group[0].rows]
 

@@ -83,7 +83,6 @@ def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def known(recorder: Any) -> list[Any]:
-    """Return version and source of each engine, as the recorder tells."""
     engines = ask(f"{recorder.url}/healthz")[1]["engines"]
     return [(each["version"], each["version_by"]) for each in engines]
 

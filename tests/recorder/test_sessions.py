@@ -14,7 +14,6 @@ pytest_plugins = ["recorder_fixtures"]
 
 
 def trained(trajectory: shmbus.Trajectory) -> list[tuple[int, float]]:
-    """What is trained of a sample: tokens with their logprobs, row by row."""
     return [
         (int(token), float(logprob))
         for row in trajectory.rows

@@ -45,7 +45,6 @@ def shown(engine: StubEngine) -> bool:
 def said(
     session: shmbus.Session, messages: list[dict[str, Any]], stream: bool, **options: Any
 ) -> dict[str, Any]:
-    """Have one answer to a chat, whole or as a stream."""
     if not stream:
         return chat(session, messages, **options)
     import openai
@@ -193,7 +192,6 @@ def messages_agent(session: shmbus.Session, stream: bool) -> Iterator[Any]:
 
 
 def streamed(url: str, body: Any, key: str) -> list[dict[str, Any]]:
-    """Return the blocks of a message's stream."""
     with sent(url, body, key, "Connection: close") as raw, raw.makefile("rb") as answer:
         data = [line[6:] for line in answer if line.startswith(b"data: ")]
     blocks: list[dict[str, Any]] = []
@@ -340,11 +338,15 @@ def test_an_unusual_end_of_one_answer_leaves_other_conversations_stitched(scene:
     assert sorted(trained(sample)) == sorted(sampled(scene.engine.record))
 
 
-def test_an_engine_that_renders_messages_in_place_of_ids_is_trained_as_it_answers(
-    scene: Scene,
+@pytest.mark.parametrize(
+    ("options", "counted"), [({}, {"start": 1, "engine": 3}), ({"stitch": False}, {})]
+)
+def test_rows_of_calls_that_the_engine_renders_are_trained_as_it_answers(
+    options: dict[str, bool], counted: dict[str, int], scene: Scene
 ) -> None:
     use(scene.engine, "qwen3")
-    scene.engine.takes_ids = False
+    scene.engine.takes_ids = bool(options)
+    recorder = scene.start_recorder(scene.engine, **options)
     with scene.open() as session:
         talk = [user("hello")]
         for _ in range(4):
@@ -355,7 +357,8 @@ def test_an_engine_that_renders_messages_in_place_of_ids_is_trained_as_it_answer
     (sample,) = scene.taken()
     assert len(sample.rows) == 4
     assert sorted(trained(sample)) == sorted(sampled(scene.engine.record))
-    assert counts(scene.recorder) == {"start": 1, "engine": 3}
+    assert bool(scene.engine.renderings) == bool(counted)
+    assert counts(recorder) == counted
 
 
 def test_a_refused_prompt_is_rendered_by_the_engine(scene: Scene) -> None:
@@ -392,22 +395,6 @@ def test_a_stream_behind_thoughts_comes_at_once(scene: Scene) -> None:
             talk += [returned(said(session, talk, True)), user("go on")]
         session.release()
     assert [one.body["stream"] for one in scene.engine.record] == [True, True, False]
-
-
-def test_without_stitching_the_engine_renders_every_call(scene: Scene) -> None:
-    use(scene.engine, "qwen3")
-    recorder = scene.start_recorder(scene.engine, stitch=False)
-    with scene.open() as session:
-        talk = [user("hello")]
-        for _ in range(3):
-            scene.engine.script = ["<t>hm</t>said"]
-            talk += [returned(chat(session, talk)), user("go on")]
-            assert shown(scene.engine)
-        assert session.finish(1.0)
-    (sample,) = scene.taken()
-    assert len(sample.rows) == 3
-    assert not scene.engine.renderings
-    assert counts(recorder) == {}
 
 
 def test_kept_answers_count_as_memory_until_the_session_ends(scene: Scene) -> None:

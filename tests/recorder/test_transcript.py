@@ -117,7 +117,6 @@ def test_random_sessions_are_joined_as_the_oracle_joins_them(round: int, seed: i
 
 
 def check(transcript: Transcript, kept: list[Turn]) -> None:
-    """Compare rows with the turns that they were made of."""
     rows = transcript.rows()
     wholes = [row["tokens"].tolist() for row in rows]
     trained = [

@@ -13,8 +13,6 @@ __all__ = ["RecordHead", "export", "head_of", "healed", "make_origin", "poll"]
 
 
 class RecordHead(NamedTuple):
-    """What a record of some bus says of itself."""
-
     producer_id: int
     sequence: int
     instance_id: str
@@ -52,11 +50,9 @@ def head_of(bus: str, head: RecordHead) -> OriginHead:
 
 
 def poll(reader: RecordReader, max_records: int = 1000) -> list[OriginHead]:
-    """Return the heads of records that were not polled yet."""
     _, records = reader.poll(max_records)
     return unpack_heads(reader.identity, _core.read_heads(records, reason_of))
 
 
 def export(reader: RecordReader, origins: Sequence[Origin]) -> bytes:
-    """Return a block of records that are held."""
     return bytes(reader.export(origins, bytearray(4 << 20)))

@@ -44,8 +44,6 @@ def address_of(number: int) -> str:
 
 
 class Node:
-    """A process in namespaces of its own."""
-
     def __init__(self, hub: Hub, number: int, argv: list[str], log: Path) -> None:
         self.number = number
         device = f"shm{os.getpid() % 100_000}n{number}"

@@ -28,7 +28,6 @@ class Exchange:
         self.boxes: dict[str, deque[tuple[bytes, bytes]]] = {}
 
     def open(self, address: str) -> LocalMailbox:
-        """Return a mailbox of this address, with nothing in it."""
         with self.changed:
             self.boxes[address] = deque()
         return LocalMailbox(self, address)
@@ -73,7 +72,6 @@ class Boxes(dict[str, Any]):
         self.cut: set[str] = set()
 
     def get(self, address: str, default: Any = None) -> Any:
-        """Return whoever takes what is sent to an address."""
         return default if address in self.cut else super().get(address, default)
 
 
@@ -208,7 +206,6 @@ def have_splits(name: str, *labels: str) -> None:
 def put_group(
     names: list[str], group: int, *, size: int = 4, values: int = 100, **more: Any
 ) -> None:
-    """Put a group, each sample on the next of these buses."""
     producers = [shmbus.Producer(name) for name in names]
     for index in range(size):
         producers[index % len(names)].put(
@@ -220,7 +217,6 @@ def put_group(
 
 
 def take(consumer: shmbus.Consumer, count: int, timeout: float = 30.0) -> list[shmbus.Group]:
-    """Take so many groups, and no other ones."""
     found: list[shmbus.Group] = []
     deadline = time.monotonic() + timeout
     while len(found) < count and time.monotonic() < deadline:

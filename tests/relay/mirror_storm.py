@@ -1,20 +1,13 @@
-"""Mirrors of a pool under SIGKILL and SIGSTOP: no reader of any node sees half a version.
+"""Mirrors of a pool under SIGKILL and SIGSTOP: no reader of any node sees half a version."""
 
-`PYTHONPATH=tests python tests/relay/mirror_storm.py --versions 1000 --faults 300`
-"""
-
-import argparse
 import os
 import random
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-import msgspec
 from fork_server import TEMPLATE
 from relay.connections import open_mailbox
 from relay.mirrors import Trainer, is_version, remove, version_of
@@ -177,24 +170,3 @@ class Storm:
                 return
             time.sleep(0.05)
         self.faults.append(f"left behind: {there}, and the newest is {version}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--versions", type=int, default=1000)
-    parser.add_argument("--faults", type=int, default=300)
-    parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        plan = Plan(
-            f"mirrors.{os.getpid()}", directory, arguments.nodes, arguments.versions,
-            arguments.faults, seed=arguments.seed,
-        )  # fmt: skip
-        said = Storm(plan).run()
-    sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
-    return 1 if said["faults"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,10 @@
-"""Prompts of a bus under SIGKILL: `PYTHONPATH=tests python tests/relay/prompt_storm.py`."""
+"""Prompts of a bus under SIGKILL: each is made once, in any process."""
 
 import contextlib
-import sys
 import threading
 import time
-from typing import Any
 
-from fork_server import TEMPLATE
-from relay.relay_storm import SIZE, Plan, Storm, is_useless, main, sample, split_of
+from relay.relay_storm import SIZE, Plan, Storm, is_useless, sample, split_of
 from relay.relay_storm import work as be_party
 
 import shmbus
@@ -36,10 +33,13 @@ def work(plan: Plan, address: str) -> None:
 class PromptStorm(Storm):
     """The storm of relays, in which the samples are those that the trainer's bus asks for."""
 
-    def start(self, address: str) -> None:
-        child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
-        child.start()
-        self.children[address] = child
+    work = staticmethod(work)
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        workers = [f"{bus}/{i}" for bus in plan.sources for i in range(WORKERS)]
+        self.processes = [*plan.parties, *workers]
+        self.makers = [threading.Thread(target=self.offer)]
 
     def offer(self) -> None:
         with (
@@ -52,43 +52,6 @@ class PromptStorm(Storm):
                     split=split_of(number), prompt=[number] * 50,
                 )  # fmt: skip
                 self.produced += 1
-
-    def run(self) -> dict[str, Any]:
-        plan = self.plan
-        workers = [f"{bus}/{i}" for bus in plan.sources for i in range(WORKERS)]
-        everybody = [*plan.parties, *workers]
-        buses = [shmbus.Bus.create(each, plan.capacity) for each in plan.sources + plan.trainers]
-        threads = [
-            threading.Thread(target=self.offer),
-            threading.Thread(target=self.train, args=(plan.trainers[0],)),
-        ]
-        began = time.monotonic()
-        try:
-            for address in everybody:
-                self.start(address)
-            for thread in threads:
-                thread.start()
-            for _ in range(plan.kills):
-                time.sleep(self.rng.uniform(0.0, 2 * plan.pause_s))
-                self.kill(self.rng.choice(everybody))
-            self.wait(threads[:1])
-            self.audit(buses)
-        finally:
-            self.over.set()
-            if threads[1].ident is not None:
-                threads[1].join()
-            for child in self.children.values():
-                child.kill()
-                child.join()
-            for bus in buses:
-                bus.unlink()  # which ends a feeder that waits for room
-            if threads[0].ident is not None:
-                threads[0].join()
-        return {
-            "seed": plan.seed, "killed": dict(self.killed), "samples": sum(self.seen.values()),
-            "seconds": round(time.monotonic() - began, 1),
-            "longest_silence_s": round(self.longest_silence_s, 1), "faults": self.faults,
-        }  # fmt: skip
 
     def audit(self, buses: list[shmbus.Bus]) -> None:
         """Compare lanes and ledgers once all has ended."""
@@ -116,7 +79,3 @@ class PromptStorm(Storm):
         made = sum(ledger.committed for ledger in ledgers[:-1])
         if made != groups * SIZE:
             self.faults.append(f"{made} samples were made of {groups * SIZE}: {ledgers[:-1]}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(PromptStorm, "prompts", sinks=1, groups=10))

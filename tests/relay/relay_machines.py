@@ -165,7 +165,6 @@ class CoordinatorPart:
         return new, system.said(new.begin())
 
     def key(self, c: Coordinator) -> Hashable:
-        """All that decides what it does from now on."""
         view = c.sinks[SINK]
         table = c.stash.table
         return (
@@ -187,7 +186,6 @@ class CoordinatorPart:
         return False
 
     def copy(self, c: Coordinator) -> Coordinator:
-        """Return another one that is the same; its group table is filled anew."""
         system = self.system
         new = system.coordinator_kind(c.term, c.buses, [SINK], system.policy)
         new.newest, new.taken = dict(c.newest), dict(c.taken)
@@ -273,7 +271,6 @@ class SinkPart:
         return before._replace(sink=new, journal=left), system.said(said)
 
     def key(self, state: SinkState) -> Hashable:
-        """All that decides what it does from now on."""
         s = state.sink
         return (
             (s.incarnation, s.term, s.journal, tuple(s.waiting), tuple(s.batches)),
@@ -285,7 +282,6 @@ class SinkPart:
         )
 
     def can_step(self, state: SinkState) -> bool:
-        """Whether something can be put or settled."""
         return state.sink.ready
 
     def copy(self, s: Sink) -> Sink:
@@ -390,13 +386,11 @@ class SourcePart:
         return SourceState(new, ring, coming), self.system.said(said)
 
     def key(self, state: SourceState) -> Hashable:
-        """All that decides what it does from now on."""
         s = state.source
         ring = tuple(head.origin for head in state.ring)
         return (s.mark, s.asked, tuple(s.held), ring, len(state.coming))
 
     def can_step(self, state: SourceState) -> bool:
-        """Whether there is something to commit."""
         return bool(state.coming)
 
     def after(self, state: SourceState, given: Any) -> tuple[SourceState, list[Said]]:

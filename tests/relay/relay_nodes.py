@@ -46,7 +46,6 @@ class Inside:
         return (self.directory / f"{self.name}.hold").exists()
 
     def say(self, what: Any) -> None:
-        """Write the newest state, as one."""
         path = self.directory / f"{self.name}.json"
         path.with_suffix(".new").write_text(json.dumps(what))
         path.with_suffix(".new").rename(path)
@@ -165,7 +164,6 @@ class Cluster:
         (self.directory / f"{name}.{what}").unlink()
 
     def said(self, name: str) -> Any:
-        """Return the newest state of a node; None where it has said nothing yet."""
         try:
             return json.loads((self.directory / f"{name}.json").read_text())
         except FileNotFoundError:
@@ -177,7 +175,6 @@ class Cluster:
         return [tuple(json.loads(line)) for line in lines]
 
     def acked(self) -> Counter[int]:
-        """Return how often each group was acknowledged, by whom ever."""
         return Counter(number for name in TRAINERS for number, _, _ in self.log(name))
 
     def wait(self, holds: Callable[[], Any], what: str) -> None:

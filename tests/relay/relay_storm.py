@@ -1,21 +1,14 @@
-"""Relays under SIGKILL: two source buses, some trainers' buses, every byte and ledger checked.
+"""Relays under SIGKILL: two source buses, some trainers' buses, every byte and ledger checked."""
 
-`PYTHONPATH=tests python tests/relay/relay_storm.py --kills 1000`
-"""
-
-import argparse
 import contextlib
 import os
 import random
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from fork_server import TEMPLATE
 from relay.connections import open_mailbox
@@ -94,10 +87,15 @@ def split_of(group: int) -> str:
 class Storm:
     """One run: parties in processes of their own, producers and trainers in threads of this one."""
 
+    #: The program of a process.
+    work = staticmethod(work)
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.rng = random.Random(plan.seed)
         self.children: dict[str, Any] = {}
+        self.processes = plan.parties
+        self.makers = [threading.Thread(target=self.produce, args=(i,)) for i in range(2)]
         self.seen: Counter[tuple[int, int]] = Counter()
         self.faults: list[str] = []
         self.killed: Counter[str] = Counter()
@@ -108,7 +106,7 @@ class Storm:
         self.lock = threading.Lock()
 
     def start(self, address: str) -> None:
-        child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
+        child = TEMPLATE.Process(target=self.work, args=(self.plan, address), daemon=True)
         child.start()
         self.children[address] = child
 
@@ -171,28 +169,27 @@ class Storm:
         buses = [shmbus.Bus.create(each, plan.capacity) for each in plan.sources + plan.trainers]
         with shmbus.Producer(plan.sources[1]) as producer:
             producer.cancelled("none", round=0, split="other")  # so "eval" has another number here
-        threads = [threading.Thread(target=self.produce, args=(i,)) for i in range(2)]
-        threads += [threading.Thread(target=self.train, args=(name,)) for name in plan.trainers]
+        trainers = [threading.Thread(target=self.train, args=(name,)) for name in plan.trainers]
         try:
-            for address in plan.parties:
+            for address in self.processes:
                 self.start(address)
-            for thread in threads:
+            for thread in (*self.makers, *trainers):
                 thread.start()
             for _ in range(plan.kills):
                 time.sleep(self.rng.uniform(0.0, 2 * plan.pause_s))
-                self.kill(self.rng.choice(plan.parties))
-            self.wait(threads[:2])
+                self.kill(self.rng.choice(self.processes))
+            self.wait(self.makers)
             self.audit(buses)
         finally:
             self.over.set()
-            for thread in threads[2:]:
+            for thread in trainers:
                 if thread.ident is not None:
                     thread.join()
             for child in self.children.values():
                 child.kill()
                 child.join()
             for bus in buses:
-                bus.unlink()  # which ends a producer that waits for space
+                bus.unlink()  # which ends a maker that waits for space
         return {
             "seed": plan.seed,
             "killed": dict(self.killed),
@@ -202,10 +199,10 @@ class Storm:
             "faults": self.faults,
         }
 
-    def wait(self, producers: list[threading.Thread]) -> None:
+    def wait(self, makers: list[threading.Thread]) -> None:
         """Wait until all that was put has come, or nothing comes any more."""
         useful = sum(not is_useless(group) for group in range(self.plan.groups))
-        while len(self.seen) < useful * SIZE or any(each.is_alive() for each in producers):
+        while len(self.seen) < useful * SIZE or any(each.is_alive() for each in makers):
             if time.monotonic() - self.moved_at_s > self.plan.quiet_s:
                 self.faults.append(f"it stands still at {len(self.seen)} of {useful * SIZE}")
                 return
@@ -244,30 +241,3 @@ class Storm:
             count += len(_core.relay_notes(segment))
             segment.close()
         return count
-
-
-def main(
-    storm: type[Storm] = Storm, name: str = "storm", *, sinks: int = 2, groups: int = 100
-) -> int:
-    """Run one as the command line says, by default with so many groups a kill."""
-    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("--kills", type=int, default=1000)
-    parser.set_defaults(sinks=sinks)
-    if sinks > 1:
-        parser.add_argument("--sinks", type=int)
-    parser.add_argument("--groups", type=int, default=0, help="0: as many as the kills last")
-    parser.add_argument("--release", choices=["acknowledged", "put"], default="acknowledged")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        plan = Plan(
-            f"{name}.{os.getpid()}", directory, arguments.sinks, arguments.kills,
-            arguments.groups or groups * arguments.kills, arguments.release, arguments.seed,
-        )  # fmt: skip
-        said = storm(plan).run()
-    sys.stdout.write(msgspec.json.encode(said).decode() + "\n")
-    return 1 if said["faults"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

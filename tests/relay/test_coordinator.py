@@ -37,7 +37,6 @@ def coordinator(
 
 
 def pack(bus: str, *heads: RecordHead) -> bytes:
-    """Heads of a bus, as an announcement has them."""
     return _core.pack_heads([head_of(bus, each) for each in heads])
 
 

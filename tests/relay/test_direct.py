@@ -50,7 +50,6 @@ def pair() -> Iterator[Pair]:
 
 
 def block(number: int, rooms: BufferPool) -> memoryview:
-    """A block of which each byte follows from its number."""
     room = rooms.take(200_000 + number)
     np.frombuffer(room, np.uint8)[:] = number % 251
     return room
@@ -191,8 +190,6 @@ def test_a_room_that_is_read_is_not_given_out_again_and_a_free_one_is() -> None:
 
 
 class DirectRelay:
-    """A whole relay whose hosts speak over TCP, in one process; an introduction is a call."""
-
     def __init__(self, sources: list[str], sinks: list[str]) -> None:
         self.hosts: dict[str, Host] = {}
         self.directs: dict[str, Direct] = {}
@@ -223,7 +220,6 @@ class DirectRelay:
         thread.start()
 
     def stop(self) -> None:
-        """End all of it."""
         self._over.set()
         for thread in self._threads:
             thread.join()

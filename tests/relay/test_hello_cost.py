@@ -49,7 +49,6 @@ def bus_of(number: int) -> str:
 
 
 def hello(number: int, *, mark: m.Mark = (1, 1), version: int = 0) -> m.Envelope:
-    """Hello of source `number`, or of the sink for -1."""
     sink = number < 0
     address = Word(SINK if sink else f"source{number}")
     bus = Word("f" * 32) if sink else bus_of(number)
@@ -61,7 +60,6 @@ def hello(number: int, *, mark: m.Mark = (1, 1), version: int = 0) -> m.Envelope
 
 
 def announcement(number: int, mark: m.Mark) -> m.Envelope:
-    """Eight heads of source `number`, each of an open group."""
     heads = [
         head_of(
             bus_of(number), RecordHead(1, mark[1] * 8 + i, f"q{i}", None, 2, 0, 0.0, 0, 64, 9, 7, 2)
@@ -73,7 +71,6 @@ def announcement(number: int, mark: m.Mark) -> m.Envelope:
 
 
 def begun(count: int) -> tuple[CoordinatorParty, Box]:
-    """Return a coordinator after the hellos of `count` sources and the sink."""
     box = Box()
     party = CoordinatorParty(box, [Word(f"source{n}") for n in range(count)], [Word(SINK)])
     party.take(hello(-1))

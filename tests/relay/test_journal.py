@@ -37,8 +37,6 @@ def states(segment: _core.Segment) -> dict[int, int]:
 
 
 class Sink:
-    """A segment and a writer that is its relay's."""
-
     def __init__(self, name: str) -> None:
         self.segment = lifecycle.open_segment(name)
         self.incarnation = _core.relay_begin(self.segment)

@@ -425,7 +425,6 @@ def test_what_is_no_file_of_its_own_is_refused_and_left_as_it_was(
 
 @contextlib.contextmanager
 def full_disk(file: Path) -> Iterator[None]:
-    """Limit the size of files to the size of `file`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, before[1]))
     try:

@@ -148,13 +148,11 @@ while True:
 
 
 def foreign(path: Path, bus: str) -> None:
-    """Put a file of another run into the directory."""
     path.mkdir()
     (path / f"{bus}.kept").write_bytes(b"somebody's text, of more bytes than a head has")
 
 
 def no_directory(path: Path, bus: str) -> None:
-    """Put a file in the directory's place."""
     path.write_bytes(b"")
 
 

@@ -63,7 +63,6 @@ def head(
     size: int = 2,
     reason: str | None = None,
 ) -> OriginHead:
-    """A head of a group on the bus of this identity."""
     of = RecordHead(1, sequence, "q", None, size, index, 0.0, 0, 64, committed_ns, 7, size, reason)
     return head_of(bus, of)
 

@@ -22,7 +22,6 @@ pytest_plugins = ["relay.relay_fixtures"]
 
 @pytest.fixture
 def small(bus_name: str) -> Iterator[dict[str, str]]:
-    """A source, and a trainer's bus whose journal has 128 entries."""
     names = {"a": f"{bus_name}.a", "t": f"{bus_name}.t"}
     for name, capacity in zip(names.values(), ("4MiB", "1MiB"), strict=True):
         shmbus.Bus.create(name, capacity).close()

@@ -22,7 +22,6 @@ pytest_plugins = ["relay.relay_fixtures"]
 
 
 def answer(producer: shmbus.Producer, request: Request) -> bool:
-    """Make a sample whose tokens are the prompt's, and its index."""
     tokens = [*request["prompt"].tolist(), request.index]
     return producer.requests.answer(request, score=float(request.index), tokens=tokens)
 
@@ -43,8 +42,6 @@ def counts(name: str) -> tuple[int, int, int, int, int, int]:
 
 
 def counting(made: Counter[str]) -> Callable[[shmbus.Producer, Request], None]:
-    """Answer, and count by bus what was made."""
-
     def make(producer: shmbus.Producer, request: Request) -> None:
         if answer(producer, request):
             made[producer.name] += 1

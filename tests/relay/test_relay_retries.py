@@ -26,7 +26,6 @@ def put(producer: shmbus.Producer, index: int, *, size: int = 2, **more: Any) ->
 
 
 def wanted(producer: shmbus.Producer) -> Request:
-    """Wait until a sample is asked for, and take it."""
     found: list[Request] = []
 
     def comes() -> bool:

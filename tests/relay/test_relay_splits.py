@@ -329,7 +329,6 @@ TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
 
 
 def wanted(producer: shmbus.Producer) -> Request:
-    """Wait until a sample is asked for, and take it."""
     found = wait_until(producer.requests.retries)
     assert len(found) == 1
     return found[0]

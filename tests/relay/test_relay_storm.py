@@ -1,4 +1,4 @@
-"""Killed relays, mirrors, parties and workers lose, double and tear nothing."""
+"""Killed relays, mirrors, parties and workers lose, double and tear nothing (SHMBUS_TEST_KILLS)."""
 
 import os
 import tempfile
@@ -10,8 +10,8 @@ from relay import mirror_storm, relay_storm
 from relay.prompt_storm import PromptStorm
 from relay.relay_storm import Plan
 
-pytestmark = pytest.mark.timeout(300)
 KILLS = int(os.environ.get("SHMBUS_TEST_KILLS", "20"))
+pytestmark = pytest.mark.timeout(280 + KILLS)
 
 
 @pytest.fixture

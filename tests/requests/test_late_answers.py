@@ -56,7 +56,6 @@ def asked(collector: Collector, worker: Producer, now_s: float) -> Request:
 
 
 def end_group(collector: Collector) -> int:
-    """Acknowledge what is complete; return how many samples that were."""
     pump(collector, 0.0)
     groups = collector.lease(8)
     for group in groups:

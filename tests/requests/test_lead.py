@@ -55,7 +55,6 @@ def held(bus: Bus) -> int:
 
 @pytest.fixture
 def one(bus_name: str) -> Iterator[Bus]:
-    """A bus on which one group may be ahead."""
     with Bus.create(bus_name, "1MiB", max_lead=1) as bus:
         yield bus
 

@@ -30,7 +30,6 @@ def offer(bus: Bus, groups: int = 1, size: int = 1) -> None:
 
 
 def sampled(count: int, version: int = 0) -> dict[str, Any]:
-    """Tokens behind the prompt, each with the logprob and the version of who sampled it."""
     tokens = np.concatenate([PROMPT, np.arange(count)]).astype(np.int32)
     return {
         "tokens": tokens,

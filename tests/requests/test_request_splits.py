@@ -31,7 +31,6 @@ def held(bus: Bus) -> int:
 
 @pytest.fixture
 def two(bus_name: str) -> Iterator[Bus]:
-    """A bus on which two groups may be ahead."""
     with Bus.create(bus_name, "1MiB", max_lead=2) as bus:
         yield bus
 

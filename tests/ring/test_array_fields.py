@@ -26,8 +26,6 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 
 class Ends:
-    """A producer under a schema and a consumer of one bus."""
-
     def __init__(self, bus: Bus, schema: Any = None) -> None:
         self.producer = Producer(bus.name, schema=schema)
         self.consumer = Consumer(bus.name)
@@ -39,7 +37,6 @@ class Ends:
             return {name: np.array(group[0][name]) for name in group[0].keys()}  # noqa: SIM118
 
     def refuse(self, error: type[Exception], match: str, **fields: Any) -> None:
-        """Have a put refused, and the bus be as it was."""
         before = self.producer.stats()
         with pytest.raises(error, match=match):
             self.producer.put("a", group_size=1, index=0, timeout=10.0, **fields)
@@ -61,7 +58,6 @@ def same(got: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
 
 
 def nested(rng: random.Random, shape: tuple[int, ...], element: Any) -> Any:
-    """A list of lists of that shape, some of them tuples."""
     if not shape:
         return element()
     rows = [nested(rng, shape[1:], element) for _ in range(shape[0])]

@@ -182,7 +182,6 @@ def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
 
 
 def in_child(context: Any, target: Callable[..., None], *args: Any) -> None:
-    """Run it in a process of its own, and require that it ends well."""
     child = context.Process(target=target, args=args)
     child.start()
     child.join(30)
@@ -392,7 +391,6 @@ BITS_OF_A_BYTE = 8 if "SHMBUS_TEST_LONG" in os.environ else 1
 
 
 def flip_one(bus_name: str, byte: int, bit: int, late: bool, aborted: bool) -> str:
-    """Flip one bit of the middle of three records; return what went wrong."""
     with (
         Bus.create(bus_name, capacity=131_072, max_producers=2),
         Producer(bus_name) as hurt,
@@ -463,7 +461,6 @@ SURVIVABLE = (shmbus.ShmbusError, ValueError, TypeError)
 
 
 def touch(groups: list[shmbus.Group]) -> None:
-    """Look at everything that there is to see of a trajectory."""
     for group in groups:
         for t in group:
             with suppress(*SURVIVABLE):

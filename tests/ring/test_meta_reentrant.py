@@ -14,8 +14,6 @@ from shmbus_ext import _core
 
 
 class Zone(datetime.tzinfo):
-    """A time zone that does something when it is asked."""
-
     def __init__(self, act: Callable[[], object]) -> None:
         self._act = act
 

@@ -48,7 +48,6 @@ def put_one(producer: Producer, key: str = "a", **more: Any) -> None:
 
 
 def fill(producer: Producer) -> int:
-    """Put records of nearly a page until the bus is full; return how many."""
     for number in range(100_000):
         try:
             put_one(producer, f"fill-{number}", x=np.zeros(3500, np.uint8), timeout=0)

@@ -44,7 +44,6 @@ UNREADABLE = {
 
 
 def nested(depth: int, kind: str) -> Any:
-    """Lists inside each other, or the keys or values of maps."""
     value: Any = "end" if kind == "value" else ()
     for _ in range(depth - (kind != "value")):
         value = {"list": [value], "key": (1, value), "value": {"a": value}}[kind]

@@ -34,7 +34,6 @@ _names = (f"twin-{os.getpid()}-{number}" for number in itertools.count())
 
 
 def pattern(producer: int, number: int, size: int) -> np.ndarray:
-    """Bytes that tell one record from another."""
     return ((np.arange(size) * 3 + producer * 101 + number * 7) % 251).astype(np.uint8)
 
 

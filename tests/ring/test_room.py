@@ -150,7 +150,6 @@ else:
 
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
-    """A memory cgroup of 48 MiB below the own one."""
     for kind, own, _ in room._memory_cgroups(Path("/")):
         made = own / f"shmbus-test-{os.getpid()}"
         try:

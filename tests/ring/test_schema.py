@@ -416,8 +416,6 @@ def test_meta_takes_what_workers_have_at_hand(bus_name: str) -> None:
     torch = pytest.importorskip("torch")
 
     class Model:
-        """What pydantic's models have."""
-
         def model_dump(self) -> dict[str, Any]:
             return {"a": np.float32(0.5), "b": [Path("x")]}
 

@@ -40,7 +40,6 @@ def put(producer: Producer, key: str) -> None:
 
 
 def make_soon(name: str) -> threading.Thread:
-    """Create the bus a moment after this returns."""
     thread = threading.Timer(0.1, lambda: Bus.create(name, "1MiB").close())
     thread.start()
     return thread
@@ -349,7 +348,6 @@ def test_a_second_reader_is_told_of_the_daemon_and_of_itself(bus_name: str) -> N
 
 
 def busy(name: str) -> str:
-    """What a second reader in another process is told."""
     try:
         Consumer(name)
     except shmbus.BusBusyError as error:

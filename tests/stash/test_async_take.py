@@ -27,7 +27,6 @@ LONG_S = 60.0
 def name(
     request: pytest.FixtureRequest, bus_name: str, daemon: Callable[..., Daemon]
 ) -> Iterator[str]:
-    """A bus that is read by this process, or served by a daemon."""
     if request.param == "embedded":
         with Bus.create(bus_name, "4MiB"):
             yield bus_name

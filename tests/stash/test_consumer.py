@@ -360,7 +360,6 @@ def test_no_view_of_the_ring_can_be_written_to(bus: Bus, producer: Producer) -> 
 
 
 def churn(bus: Bus, producer: Producer, consumer: Consumer, times: int) -> None:
-    """Put `times` the capacity of the bus through it."""
     x = np.full(30_000, 99, np.uint8)
     for number in range(times * bus.capacity // x.nbytes):
         put(producer, f"churn{number}", 0, 1, x=x)

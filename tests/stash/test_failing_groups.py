@@ -21,8 +21,6 @@ def failure(index: int, attempt: int = 0, **more: Any) -> Sample:
 
 
 class Bench:
-    """A stash, its clock, and what it let go of."""
-
     def __init__(self, **policy: Any) -> None:
         self.stash: Stash[Sample] = Stash(StashPolicy(**{"retry_timeout_s": 600.0, **policy}))
         self.now = 0.0
@@ -44,7 +42,6 @@ class Bench:
 
     @property
     def wanted(self) -> list[tuple[int, int]]:
-        """(index, attempt) of what is asked for; from now on somebody can take it."""
         for request in self.requests:
             if request.deadline_s is None:
                 self.stash.failures.publish(request, self.now)

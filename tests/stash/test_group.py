@@ -14,7 +14,6 @@ SIZE = 4
 
 @pytest.fixture
 def consumer(bus_name: str) -> Iterator[Consumer]:
-    """A consumer of a bus that holds the groups "a", "b" and "c"."""
     with Bus.create(bus_name, capacity="2MiB"), Consumer(bus_name) as handle:
         with Producer(bus_name) as producer:
             for key in "abc":

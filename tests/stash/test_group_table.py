@@ -175,8 +175,6 @@ def test_a_row_ends_once_and_where_it_was_leased() -> None:
 
 
 class CountedKey(str):
-    """A key that counts its comparisons."""
-
     __slots__ = ()
     compared = 0
 

@@ -55,7 +55,6 @@ class Lane:
         self.put(key, index, reason_of(key, index), attempt)
 
     def put(self, key: str, index: int, reason: str | None = None, attempt: int = 0) -> None:
-        """Send a sample, or for what reason it failed."""
         sample = Sample(key, self.size, index, score=attempt)
         if reason is not None:
             self.failed += 1

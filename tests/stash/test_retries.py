@@ -45,7 +45,6 @@ def collector(bus_name: str) -> Iterator[Collector]:
 
 
 def sweep(collector: Collector) -> None:
-    """What a collector does once a second."""
     collector.reader.sweep()
     collector._retries.check_claimants()
 

@@ -48,8 +48,6 @@ def put(producer: Producer, key: str, index: int = 0, size: int = 1) -> None:
 
 
 def asleep_soon(task: int) -> None:
-    """Wait until a thread sleeps in the kernel."""
-
     def sleeps() -> bool:
         with open(f"/proc/self/task/{task}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] == "S"

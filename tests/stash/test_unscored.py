@@ -23,7 +23,6 @@ TOKENS = np.arange(4, dtype=np.int32)
 
 
 def put_pair(producer: Producer, key: str = "q") -> None:
-    """A group of two, of which the second has a score."""
     producer.put(key, group_size=2, index=0, score=None, tokens=TOKENS)
     producer.put(key, group_size=2, index=1, score=0.5, tokens=TOKENS)
 

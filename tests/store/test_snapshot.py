@@ -347,7 +347,6 @@ def as_link(path: Path) -> None:
 
 
 def as_fifo(path: Path) -> None:
-    """Replace a file by a FIFO, which blocks readers."""
     path.unlink()
     os.mkfifo(path)
 
@@ -503,7 +502,6 @@ def test_a_full_bus_is_restored(bus_name: str, tmp_path: Path, seed: int, mixed:
 
 
 def peak_of(call: Any) -> int:
-    """Return the most bytes that Python held during a call."""
     tracemalloc.start()
     try:
         call()

@@ -110,7 +110,6 @@ def same(groups: Any, **options: Any) -> None:
 
 
 def fields(name: str, seed: int) -> None:
-    """Extra fields of every kind and dtype, long rows, and fills."""
     rng = np.random.default_rng(seed)
     with Producer(name) as producer, Consumer(name) as consumer:
         for number in range(4):

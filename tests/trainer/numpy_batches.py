@@ -36,7 +36,6 @@ def put(producer: Producer, key: str, group: list[Sample]) -> None:
 
 
 def put_random(producer: Producer, seed: int, count: int, longest: int = 50) -> dict[str, Any]:
-    """Put groups of random sizes and lengths; return what was put, by instance id."""
     rng = np.random.default_rng(seed)
     groups = {
         f"k{n}": [sample(rng, int(rng.integers(1, longest))) for _ in range(rng.integers(1, 9))]
@@ -62,7 +61,6 @@ def by_kind(scores: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
 
 
 def expected(groups: list[list[Sample]], kind: Any = "grpo") -> dict[str, Any]:
-    """A packed batch of these groups, one field after the other."""
     samples = [s for group in groups for s in group]
     lengths = [len(s["tokens"]) for s in samples]
     advantages = np.concatenate([by_kind(np.array([s["score"] for s in g]), kind) for g in groups])
@@ -85,7 +83,6 @@ def expected(groups: list[list[Sample]], kind: Any = "grpo") -> dict[str, Any]:
 
 
 def assert_batch(batch: Batch, groups: dict[str, Any], kind: Any = "grpo") -> None:
-    """Every tensor is what numpy makes of the same groups, with the dtype that it should have."""
     chosen = [groups[key] for key in keys_of(batch)]
     want = expected(chosen, kind)
     for name, dtype in DTYPES.items():

@@ -38,7 +38,6 @@ GOOD: dict[str, Any] = {
 
 @pytest.fixture
 def run(bus_name: str) -> Iterator[str]:
-    """A name for channels, which are removed."""
     yield bus_name
     for path in SHM_DIR.glob(f"shmbus-channel.{bus_name}.*"):
         unlink_channel(path.name.partition(".")[2])
@@ -49,7 +48,6 @@ class Micro(msgspec.Struct, array_like=True):
 
 
 def prompts_of(*names: str) -> dict[str, Any]:
-    """SkyRL's batch of these prompts, two samples each."""
     ids = [SimpleNamespace(instance_id=n, repetition_id=i) for n in names for i in range(2)]
     return {
         "prompts": [n for n in names for _ in range(2)], "env_classes": ["echo"] * len(ids),

@@ -16,7 +16,6 @@ def sums(lengths: list[int], parts: list[list[int]]) -> list[int]:
 
 
 def best(lengths: list[int], parts: int) -> int:
-    """The smallest largest sum of all divisions, by trying them."""
     order = sorted(lengths, reverse=True)
     found = sum(lengths)
 

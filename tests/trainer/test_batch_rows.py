@@ -180,7 +180,6 @@ def test_rows_pickle_and_move_whole(consumer: Consumer, groups: list[list[dict[s
 
 
 def assert_whole(batch: Batch | MicroBatch, every: list[tuple[int, Any, Any]]) -> None:
-    """Tokens, newest versions and extra fields of these rows, in whatever layout."""
     assert batch.newest_policy_versions.tolist() == [
         one["policy_version"][1] for _, one, _ in every
     ]

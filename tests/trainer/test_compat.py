@@ -4,7 +4,6 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -135,9 +134,8 @@ def test_a_reader_for_want_of_a_package_says_so(monkeypatch: pytest.MonkeyPatch)
         HuggingFaceStorageReader("anywhere")
 
 
-def test_what_torch_offers_here_is_recognised_by_its_signature(record_property: Any) -> None:
+def test_what_torch_offers_here_is_recognised_by_its_signature() -> None:
     entry = native_entry()
-    record_property("native", "recognised by its signature" if entry else "torch has none")
     # Varlen attention came with 2.10.
     assert (entry is not None) == (TORCH >= (2, 10))
     if entry is None:

@@ -35,7 +35,6 @@ class Batch:
 
 
 def pack(groups: list[list[Sample]], scores: list[list[float]]) -> Batch:
-    """Pack groups with the advantages that the trainer computes by default."""
     samples = [sample for group in groups for sample in group]
     lens = np.array([len(sample.tokens) for sample in samples])
     rewards = np.array(scores, np.float32)

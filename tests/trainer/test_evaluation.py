@@ -16,7 +16,6 @@ DIGITS, ANSWER = 6, 3
 
 
 def work(name: str) -> None:
-    """Answer each prompt with random digits, or, for an evaluation, with the right ones."""
     rng = np.random.default_rng(0)
     with Producer(name) as producer:
         while (request := producer.requests.next()) is not None:

@@ -45,7 +45,6 @@ def put(producer: Producer, key: str, group: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def samples(producer: Producer, seed: int) -> list[dict[str, Any]]:
-    """Samples that were put, in the order of their delivery; some have no token, or no row."""
     rng = np.random.default_rng(seed)
     every: list[dict[str, Any]] = []
     for number in range(8):
@@ -56,7 +55,6 @@ def samples(producer: Producer, seed: int) -> list[dict[str, Any]]:
 
 
 def assert_extra(batch: Batch | MicroBatch, samples: list[dict[str, Any]]) -> None:
-    """Compare all extra fields with what NumPy makes of the samples."""
     lengths = [len(one["tokens"]) for one in samples]
     for name, kind in FIELDS.items():
         got = batch.extra[name]

@@ -34,7 +34,6 @@ def fail(producer: shmbus.Producer, request: shmbus.Request) -> None:
 
 
 def by_trl(bus: str, **options: Any) -> list[float]:
-    """Have TRL's rollout function sample a prompt twice; return the scores."""
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), num_generations=2, max_completion_length=8,
         accelerator=SimpleNamespace(num_processes=1), processing_class=None,

@@ -203,7 +203,6 @@ def test_prompts_that_a_separate_feeder_must_offer_again_are_said(
 
 
 def train_ahead(name: str, path: Path) -> None:
-    """Save after two groups, acknowledge four, and die."""
     with OnlineDataHandler(name, groups_per_batch=1) as handler:
         for number in range(4):
             if number == 2:

@@ -17,7 +17,6 @@ Served = Callable[..., Daemon]
 
 
 def put(name: str, groups: range) -> list[str]:
-    """Groups of two samples whose lengths differ from group to group."""
     with Producer(name) as producer:
         for group in groups:
             for index in range(2):

@@ -74,7 +74,6 @@ def micro_batch(kind: Any, dice: random.Random, commit: str) -> Any:
 
 
 def as_lists(value: Any) -> Any:
-    """A received value as prime-rl's own receiver gives it."""
     if isinstance(value, np.ndarray):
         assert not value.flags.writeable
         return value.tobytes() if value.dtype == np.uint8 else value.tolist()

@@ -110,8 +110,6 @@ def manager(
 
 
 class _Config(dict[str, Any]):
-    """What OmegaConf gives: names as keys and as attributes."""
-
     def __getattr__(self, name: str) -> Any:
         return self[name]
 

@@ -19,7 +19,6 @@ SIZES = {"rows": [20, 1], "lengths": [3, 5]}
 
 
 def put_rows(producer: Producer, key: str = "q") -> None:
-    """A sample of twenty rows, and a sample of one."""
     for index, (rows, length) in enumerate(zip(*SIZES.values(), strict=True)):
         fields = {
             "tokens": np.arange(length, dtype=np.int32),

@@ -24,7 +24,6 @@ SIZE = 2
 
 
 def put(producer: Producer, key: str, scores: tuple[float | None, ...] = (None, None)) -> None:
-    """One group; its first token is its judge's opinion."""
     for index, score in enumerate(scores):
         tokens = np.array([index + 1, 7, 7], np.int32)
         producer.put(key, group_size=len(scores), index=index, score=score, tokens=tokens)

@@ -24,7 +24,6 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 
 def row(rng: np.random.Generator, prompt: int) -> tuple[dict[str, Any], list[np.ndarray[Any, Any]]]:
-    """One token row, and the ids of each of its tokens; some have all of the vocabulary."""
     length = prompt + int(rng.integers(1, 8))
     tokens = rng.integers(0, VOCABULARY, length).astype(np.int32)
     tokens[:prompt] = np.arange(prompt)
@@ -39,7 +38,6 @@ def row(rng: np.random.Generator, prompt: int) -> tuple[dict[str, Any], list[np.
 
 
 def put(producer: Producer, rng: np.random.Generator, rows: bool) -> list[np.ndarray[Any, Any]]:
-    """One group; return the ids of all tokens in the batch's order."""
     samples, every = [], []
     for _ in range(3):
         made = [row(rng, 3) for _ in range(2 if rows else 1)]

@@ -170,7 +170,6 @@ REFUSED: list[tuple[Call, str]] = [
 
 @pytest.fixture(scope="module")
 def given() -> Iterator[SimpleNamespace]:
-    """A handler that lives, a bus without one, a group under lease, and its batch."""
     names = [f"{RUN_PREFIX}arguments-{letter}" for letter in "abc"]
     with (
         Bus.create(names[0], "1MiB") as bus,

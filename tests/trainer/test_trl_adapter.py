@@ -96,7 +96,6 @@ def bus(bus_name: str) -> Iterator[str]:
 
 
 def put_group(bus: str, *changes: dict[str, Any], size: int = 2) -> shmbus.Group:
-    """Put a group whose samples differ from a good one by `changes`; take it."""
     with shmbus.Producer(bus) as producer:
         for index in range(size):
             sample: dict[str, Any] = {
@@ -219,8 +218,6 @@ class _RowsOf:
 
 
 class _SyncTrainer:
-    """What ShmbusRollouts reads of a GRPOTrainer of one rank."""
-
     def __init__(self, training: bool) -> None:
         self.model = _Model()
         self.model.training = training

@@ -149,15 +149,6 @@ def test_a_prompt_under_way_twice_is_told_with_the_remedy(bus: Bus, producer: Pr
             handler.next_batch(timeout=0.1)
 
 
-def test_malformed_is_said(bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
-    with OnlineDataHandler(bus.name, groups_per_batch=1, malformed="drop") as handler:
-        producer.put("bad", group_size=1, index=0, tokens=SIX, loss_mask=SIX[:2])
-        with pytest.raises(TimeoutError):
-            handler.next_batch(timeout=0.1)
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "group 'bad'" in line and "loss_mask" in line
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_returned_batch_is_listed_to_its_end(bus: Bus, producer: Producer, prefetch: int) -> None:
     for number in range(3):

@@ -89,7 +89,6 @@ class Web:
         return socket.create_connection(("127.0.0.1", self.port), timeout=TIMEOUT_S)
 
     def ask(self, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> Answer:
-        """One request on a connection of its own; header names have _ for -."""
         with self.connect() as connection:
             connection.sendall(self.request(path, method, body, **headers))
             return read_answer(connection, has_body=method != "HEAD")

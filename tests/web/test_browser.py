@@ -89,7 +89,6 @@ def wait_for(page: Page, wanted: Callable[[], Any], what: str) -> None:
 
 
 def at_work(bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon]) -> list[Any]:
-    """A daemon, four workers of eight samples, one of them slow, and a trainer."""
     daemon("--capacity", "8MiB", "--sample-retries", "1")
     workers = []
     for n in range(8):

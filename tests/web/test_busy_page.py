@@ -66,7 +66,6 @@ def test_who_died_stands_right_behind_all_policy_versions_since(
 
 
 def ask(page: Page, what: str, *arguments: Any) -> Any:
-    """Call a function of the page's charts."""
     return page.evaluate(
         "([what, given]) => import('/charts.js').then(found => found[what](...given))",
         [what, list(arguments)],

@@ -66,7 +66,6 @@ def test_numbers_are_the_status(web: Start, bus_name: str, daemon: Callable[...,
 
 
 def facts_of_status(status: Picture) -> Picture:
-    """What a status says, by the page's names."""
     daemon, collector = status["daemon"], status["collector"]
     holders = {}
     if daemon is not None:

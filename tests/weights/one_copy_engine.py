@@ -13,7 +13,6 @@ SHAPE = Shape(
 
 
 def parts(shape: Shape) -> dict[str, Slice]:
-    """Name the checkpoint's tensors as parts of the engine's."""
     q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
     found = {
         "model.embed_tokens.weight": Slice("embed", 0, 0, shape.vocab),
@@ -37,12 +36,10 @@ def parts(shape: Shape) -> dict[str, Slice]:
 
 
 def score(model: FusedModel) -> float:
-    """Compute what the trainer makes smaller, by the fused parameters."""
     return float(sum(each.double().pow(2).sum() for each in model.parameters()))
 
 
 def serve(pipe: Connection, bus: str, device: str, kind: str | None) -> None:
-    """Share, and answer with the version and the score of what is there."""
     torch.set_num_threads(1)
     if kind is not None:  # a device's way, in host memory
         shared_model._exported_kind = lambda of: kind  # type: ignore[assignment, return-value]

@@ -104,7 +104,6 @@ def publish(
 
 
 def wait_for(path: Path) -> None:
-    """Wait for a file, for no longer than a test may take."""
     deadline = time.monotonic() + 120
     while not path.exists():
         if time.monotonic() > deadline:

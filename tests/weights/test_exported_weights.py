@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Spawner, open_descriptors, wait_until
-from weight_models import Odd, many, published
+from weight_models import Odd, many, published, same
 
 from shmbus import CapacityError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
@@ -148,17 +148,6 @@ def buffers_of(publisher: WeightPublisher) -> OwnBuffers:
     return buffers
 
 
-def same_on_devices(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    left, right = one.state_dict(), other.state_dict()
-    return left.keys() == right.keys() and all(
-        left[k].cpu().contiguous().view(-1).view(torch.uint8).equal(
-            right[k].cpu().contiguous().view(-1).view(torch.uint8)
-        )
-        for k in left
-        if left[k].numel()
-    )  # fmt: skip
-
-
 @to_a_device
 @pytest.mark.parametrize(
     "make", [Odd, lambda seed=0: many(300, seed), lambda seed=0: many(1000, seed)]
@@ -178,7 +167,7 @@ def test_every_bit_of_a_model_arrives(
             with subscriber.latest(timeout=5) as weights:
                 weights.load_into(replica)
                 weights._open().verify(sample=False)
-            assert same_on_devices(model, replica)
+            assert same(model, replica)
 
 
 @to_a_device
@@ -201,7 +190,7 @@ def test_large_and_cast_ones_arrive(carrier: str, bus_name: str, publishers: Mak
         host = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3))).bfloat16()
         with subscriber.latest(timeout=5) as weights:
             weights.load_into(host)
-        assert same_on_devices(host, replica)
+        assert same(host, replica)
 
 
 @pytest.mark.timeout(250)

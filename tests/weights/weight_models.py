@@ -47,7 +47,7 @@ def many(count: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torc
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor in C order."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -30,8 +30,6 @@ def group_of(number: int, item: int, size: int) -> dict[str, Any]:
 
 
 class Counting(*THROUGH_THE_RING, BaseEnv):  # type: ignore[misc]
-    """Makes the groups 0, 1, 2 ..., one at a time."""
-
     number = 0
     _next = 0
 

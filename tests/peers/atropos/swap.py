@@ -38,7 +38,6 @@ class GatewayPopen(_popen):  # type: ignore[type-arg,misc]
 
 
 def request(session: requests.Session, method: str, url: str, **options: Any) -> Any:
-    """Ask as `requests` does, and note who answered."""
     global _ours
     response = _request(session, method, url, **options)
     if response.headers.get("Server", "").startswith("shmbus/"):
@@ -54,7 +53,6 @@ def pytest_configure() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that another server answered, and remove the buses."""
     for bus in _started:
         for path in (f"/dev/shm/shmbus.{bus}", f"/dev/shm/shmbus-gateway.{bus}"):
             if os.path.exists(path):

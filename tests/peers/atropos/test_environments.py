@@ -58,8 +58,6 @@ def answers(url: str) -> bool:
 
 
 class Place:
-    """A server with a bus or without, where environments and a trainer meet."""
-
     def __init__(self, spawner: Spawner, bus: str | None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -101,7 +99,6 @@ def collect(ask: Callable[[], Any]) -> list[Any]:
 
 
 def check(batches: list[Any]) -> set[tuple[int, ...]]:
-    """What must be so of every server's batches; returns the patterns of sizes."""
     seen: dict[int, list[int]] = defaultdict(list)
     for batch in batches:
         for group in batch:

@@ -36,8 +36,6 @@ class Hint(Observation):
 
 
 class Guessing(Environment[Guess, Hint, State]):
-    """Three guesses; each right one gives 0.5."""
-
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def __init__(self) -> None:

@@ -1,14 +1,17 @@
 """The relay on a Ray cluster of several nodes on this machine, with token authentication on."""
 
 import contextlib
+import itertools
 import json
 import os
+import random
 import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,9 @@ ray = pytest.importorskip("ray")
 on_ray = pytest.importorskip("shmbus.relay.on_ray")
 pytestmark = pytest.mark.timeout(240)
 DEADLINE_S = 60.0
+KILLS = int(os.environ.get("SHMBUS_TEST_RAYLETS", "2"))
+#: Far above the time that Ray needs to see a death and to start an actor on a busy machine.
+RAYLET_S = 150.0
 
 
 def wait_until(holds: Callable[[], Any], what: str) -> Any:
@@ -42,7 +48,6 @@ def wait_until(holds: Callable[[], Any], what: str) -> Any:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Nodes with resources "left", "right" and "trainer" beside a head."""
     from ray.cluster_utils import Cluster
 
     made = Cluster(
@@ -72,7 +77,7 @@ def buses() -> Iterator[dict[str, str]]:
         shmbus.unlink(name)
 
 
-def put(names: list[str], first: int, groups: int) -> None:
+def put(names: list[str], first: int, groups: int, pause_s: float = 0.0) -> None:
     producers = [shmbus.Producer(name) for name in names]
     for group in range(first, first + groups):
         for index in range(4):
@@ -80,16 +85,19 @@ def put(names: list[str], first: int, groups: int) -> None:
                 f"q{group}", group_size=4, index=index, score=float(index),
                 tokens=np.full(500, group, np.int32),
             )  # fmt: skip
+        time.sleep(pause_s)
     for producer in producers:
         producer.close()
 
 
-def take(consumer: shmbus.Consumer, first: int, groups: int) -> None:
+def take(
+    consumers: list[shmbus.Consumer], first: int, groups: int, within_s: float = DEADLINE_S
+) -> None:
     seen: set[str] = set()
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + within_s
     while len(seen) < groups:
         assert time.monotonic() < deadline, f"{len(seen)} of {groups} groups"
-        for group in consumer.take(timeout=0.2):
+        for group in itertools.chain(*(consumer.take(timeout=0.2) for consumer in consumers)):
             assert group.instance_id not in seen
             seen.add(group.instance_id)
             assert all((t["tokens"] == int(group.instance_id[1:])).all() for t in group)
@@ -111,7 +119,7 @@ def test_groups_cross_nodes_and_every_actor_may_die(cluster: Any, buses: dict[st
     try:
         with shmbus.Consumer(buses["trainer"]) as consumer:
             put(sources, 0, 50)
-            take(consumer, 0, 50)
+            take([consumer], 0, 50)
             said = relay.describe()
             assert sorted(each["kind"] for each in said) == [
                 "coordinator", "sink", "source", "source"
@@ -121,7 +129,7 @@ def test_groups_cross_nodes_and_every_actor_may_die(cluster: Any, buses: dict[st
                 put(sources, first, 25)
                 os.kill(each["pid"], signal.SIGKILL)
                 put(sources, first + 25, 25)
-                take(consumer, first, 50)
+                take([consumer], first, 50)
             wait_until(
                 lambda: all(acknowledged(name) == 500 for name in sources),
                 "all sources to let go of what was acknowledged",
@@ -154,12 +162,12 @@ def test_prompts_cross_nodes_and_every_actor_may_die(cluster: Any, buses: dict[s
             workers(sources, answer),
         ):
             offer(0, 50)
-            take(consumer, 0, 50)
+            take([consumer], 0, 50)
             for round_, each in enumerate(relay.describe(), 1):
                 offer(50 * round_, 25)
                 os.kill(each["pid"], signal.SIGKILL)
                 offer(50 * round_ + 25, 25)
-                take(consumer, 50 * round_, 50)
+                take([consumer], 50 * round_, 50)
             wait_until(
                 lambda: sum(map(acknowledged, sources)) == 1000,
                 "all sources to let go of what was acknowledged, with no sample made twice",
@@ -168,7 +176,7 @@ def test_prompts_cross_nodes_and_every_actor_may_die(cluster: Any, buses: dict[s
         relay.stop()
 
 
-def idle(relay: shmbus.relay.Relay) -> Any:
+def idle(relay: on_ray.Relay) -> Any:
     note = relay.status()
     return note if not (note.announced or note.ready or note.assigned) else None
 
@@ -247,17 +255,58 @@ def test_a_lost_trainers_node_is_forgotten(cluster: Any, buses: dict[str, str]) 
         (lost,) = [each for each in relay.addresses if "doomed" in each]
         relay.forget(lost)
         with shmbus.Consumer(buses["trainer"]) as consumer:
-            take(consumer, 0, 40)
+            take([consumer], 0, 40)
         with pytest.raises(KeyError, match="no peer"):
             relay.forget(lost)
         (coordinator,) = [each for each in relay.describe() if each.get("kind") == "coordinator"]
         os.kill(coordinator["pid"], signal.SIGKILL)
         put([buses["left"], buses["right"]], 40, 20)
         with shmbus.Consumer(buses["trainer"]) as consumer:
-            take(consumer, 40, 20)
+            take([consumer], 40, 20)
         assert relay.status().missing == []
     finally:
         relay.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 60 * KILLS)
+def test_killed_raylets_lose_double_and_tear_nothing(
+    cluster: Any, buses: dict[str, str], seed: int
+) -> None:
+    """One node or two at a time; a node returns with its resource under another id."""
+
+    def start(place: str) -> Any:
+        return cluster.add_node(num_cpus=1, resources={place: 1}, object_store_memory=100 << 20)
+
+    rng = random.Random(seed)
+    second = f"{buses['trainer']}.second"
+    shmbus.Bus.create(second, "16MiB").close()
+    sources, trainers = [buses["left"], buses["right"]], [buses["trainer"], second]
+    nodes = {f"node-{number}": start(f"node-{number}") for number in range(4)}
+    places = [f"{bus}@{place}" for bus, place in zip(sources + trainers, nodes, strict=True)]
+    relay = shmbus.relay.start(places[:2], places[2:])
+    try:
+        with contextlib.ExitStack() as stack:
+            consumers = [stack.enter_context(shmbus.Consumer(name)) for name in trainers]
+            pool = stack.enter_context(ThreadPoolExecutor(1))
+            for first in range(0, 50 * KILLS, 50):
+                putting = pool.submit(put, sources, first, 50, 0.04)
+                for place in rng.sample(list(nodes), rng.choice([1, 1, 1, 2])):
+                    time.sleep(rng.uniform(0.0, 1.0))
+                    cluster.remove_node(nodes[place], allow_graceful=False)
+                    nodes[place] = start(place)
+                take(consumers, first, 50, RAYLET_S)
+                putting.result()
+        wait_until(
+            lambda: all(acknowledged(name) == 100 * KILLS for name in sources), "sources to let go"
+        )
+        assert sum(map(acknowledged, trainers)) == 200 * KILLS
+        assert all(each["balanced"] for each in relay.ledgers())
+    finally:
+        relay.stop()
+        for node in nodes.values():
+            cluster.remove_node(node)
+        shmbus.unlink(second)
 
 
 def test_a_bus_that_no_node_has_is_named(cluster: Any, buses: dict[str, str]) -> None:
@@ -328,7 +377,6 @@ def test_the_command_starts_shows_and_stops_it(cluster: Any, buses: dict[str, st
 
 
 def names_of(note: Any) -> set[str]:
-    """Return the buses of a relay's living peers."""
     return {peer.name for peer in note.peers if peer.heard_s < DEADLINE_S}
 
 
@@ -354,14 +402,14 @@ def test_a_node_joins_and_leaves_with_its_mirror(cluster: Any, buses: dict[str, 
             joined = relay.join(f"{right}@right")
             assert len(joined) == 2
             put([left, right], 0, 20)
-            take(consumer, 0, 20)
+            take([consumer], 0, 20)
             wait_until(lambda: version_of(right) == 1, "the version on the new node")
             with pytest.raises(shmbus.BusNotFoundError, match="no further node"):
                 relay.join(f"{right}@right")
             kill("coordinator")
             kill("weights")
             put([left, right], 20, 20)
-            take(consumer, 20, 20)
+            take([consumer], 20, 20)
             found = shmbus.relay.start(
                 [f"{left}@left", f"{right}@right"], [f"{trainer}@trainer"], weights=True
             )
@@ -375,7 +423,7 @@ def test_a_node_joins_and_leaves_with_its_mirror(cluster: Any, buses: dict[str, 
             wait_until(lambda: len(relay.weights().mirrors) == 1, f"one mirror less than {note}")
             kill("coordinator")
             put([left, left], 40, 5)
-            take(consumer, 40, 5)
+            take([consumer], 40, 5)
             wait_until(lambda: names_of(relay.status()) == {left, trainer}, "no more than before")
     finally:
         relay.stop()

@@ -33,7 +33,6 @@ def answers(url: str) -> bool:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End a process and all that it started."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_S)

@@ -36,7 +36,6 @@ Agent = Callable[[shmbus.Session, random.Random], object]
 
 
 def message_of(chunks: Any) -> dict[str, Any]:
-    """Put a stream of deltas together."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -198,8 +197,8 @@ def litellm_agent(session: shmbus.Session, rng: random.Random) -> None:
             ]
 
 
-def record(bus: str, agent: Agent, count: int) -> list[shmbus.Trajectory]:
-    """Have an agent make some groups of two, many sessions at once; returns copies of them."""
+def record(bus: str, agent: Agent, count: int, group_size: int = 2) -> list[shmbus.Trajectory]:
+    """Have an agent make groups, many sessions at once; return copies of the samples."""
     errors: list[BaseException] = []
     with (
         shmbus.Consumer(bus) as consumer,
@@ -208,8 +207,8 @@ def record(bus: str, agent: Agent, count: int) -> list[shmbus.Trajectory]:
     ):
 
         def offer() -> None:  # as many as there is room for, while others are taken
-            for number in range(count // 2):
-                feeder.request(f"q{number}", group_size=2)
+            for number in range(count // group_size):
+                feeder.request(f"q{number}", group_size=group_size)
 
         def work() -> None:
             try:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from agent_fixtures import Engine, Proxy, opened, post
 from engine_log import check
+from test_clients import record
 
 import shmbus
 
@@ -171,7 +172,7 @@ def test_a_long_conversation_is_one_row_of_the_engines_own_tokens(
                 talk.append({"role": "user", "content": f" on {turn} \u00e9\u65e5 "})
 
     engine.log.since_last()
-    (sample,) = record(bus.name, agent, 1)
+    (sample,) = record(bus.name, agent, 1, group_size=1)
     assert check([sample], engine.log)
     assert len(sample.rows) == 1
     assert sample.meta["turns"] == TURNS
@@ -181,22 +182,3 @@ def test_a_long_conversation_is_one_row_of_the_engines_own_tokens(
         lines = [line for line in found.read().decode().splitlines() if "prompts_total{" in line]
     hows = {line.partition('how="')[2].partition('"')[0]: line.split()[-1] for line in lines}
     assert hows == {"start": "1", "stitched": str(TURNS - 1)}
-
-
-def record(bus: str, agent: Any, count: int) -> list[shmbus.Trajectory]:
-    """Have an agent make samples, a session after the other."""
-    samples = []
-    with (
-        shmbus.Consumer(bus) as consumer,
-        shmbus.Producer(bus) as producer,
-        shmbus.Feeder(bus) as feeder,
-    ):
-        for number in range(count):
-            feeder.request(f"q{number}", group_size=1)
-            with producer.session(producer.requests.next(timeout=30.0), wait=30.0) as session:
-                agent(session, random.Random(number))
-                assert session.finish(1.0), session.why
-            (group,) = consumer.take(1, timeout=30.0)
-            samples += list(group.copy())
-            group.ack()
-    return samples

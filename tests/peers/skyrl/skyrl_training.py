@@ -31,8 +31,6 @@ class Trainer(RayPPOTrainer):  # type: ignore[misc]
 
 
 class Tracker:
-    """SkyRL's tracker, as lines of JSON."""
-
     def log(self, data: dict[str, Any], step: int, commit: bool = False) -> None:
         with open(ROOT / "log.jsonl", "a") as file:
             file.write(json.dumps({"step": step, **data}, default=float) + "\n")

@@ -26,8 +26,6 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class _Sequence:
-    """What TRL's loop makes of a conversation."""
-
     def __init__(self, ids: list[int], mask: list[int], logprobs: list[float]) -> None:
         self.input_ids, self.completion_mask, self.old_log_probs = ids, mask, logprobs
 
@@ -58,7 +56,6 @@ def trls_own(group: list[dict[str, Any]]) -> list[Any]:
 
 
 def conversation(dice: random.Random) -> list[dict[str, Any]]:
-    """One row, or several of a conversation that forked."""
     rows = []
     for _ in range(dice.choice([1, 1, 1, 2, 3])):
         mask = [0] + [dice.randint(0, 1) for _ in range(dice.randint(1, 40))] + [1]

@@ -113,7 +113,6 @@ def check_once(bus: str, directory: Path) -> None:
 
 
 def kill_plan(dice: random.Random) -> list[dict[str, object]]:
-    """Three deaths: at a step, in a save, at any time."""
     saves = [4, 8, 12]
     return [
         {"die_at": f"step-{dice.randint(1, 7)}"},

@@ -75,7 +75,6 @@ def calls(directory: Path, rank: int = 0) -> list[Any]:
 
 
 def check_slots(prompts: list[str], answer: dict[str, list[Any]]) -> None:
-    """Each slot has a completion of its own prompt, and the score of that completion."""
     for slot, prompt in enumerate(prompts):
         word = int(prompt[1:])
         assert answer["prompt_ids"][slot] == [word], prompt

@@ -30,7 +30,6 @@ VOCABULARY = 256
 
 
 def of_trl(samples: list[Sample]) -> list[Any]:
-    """What TRL's own worker makes of a group."""
     rows = [[row._asdict() for row in each.rows] for each in samples]
     rewards = [each.score for each in samples]
     return trls_own([{"reward": r, "rows": of} for r, of in zip(rewards, rows, strict=True)])

@@ -40,7 +40,6 @@ def main() -> None:
 
 
 def newest(subscriber: WeightSubscriber, model: torch.nn.Module, version: int) -> int:
-    """Load the newest weights, where there are newer ones; return their version."""
     try:
         with subscriber.latest(timeout=0.0) as weights:
             if weights.version != version:

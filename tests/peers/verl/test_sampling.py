@@ -67,7 +67,6 @@ def config_of(bus: str, n: int = 3, longest: int = 4) -> Any:
 
 
 def load(name: str) -> Any:
-    """Load a class as verl's trainer does by its configuration."""
     from verl.utils.import_utils import load_extern_type
 
     return load_extern_type("pkg://trainer_adapter.adapters.verl.sampler", name)
@@ -83,7 +82,6 @@ def make(kind: str, bus: str, **options: Any) -> Any:
 
 
 def submit(queue: Any, manager: Any, words: list[int], step: int, **columns: Any) -> list[str]:
-    """Register prompts and have them sampled, as verl's trainer does."""
     import verl.utils.tensordict_utils as tu
 
     uids = [f"uid-{step}-{word}" for word in words]

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def flat(node: Any, *keys: str) -> Iterator[tuple[str, Any]]:
-    """The values of a configuration, by their dotted names."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield from flat(value, *keys, key)
@@ -41,7 +40,6 @@ def flat(node: Any, *keys: str) -> Iterator[tuple[str, Any]]:
 
 
 def recipe() -> dict[str, Any]:
-    """What the recipe sets upon verl's own configuration."""
     file = doc_pages.PAGES / "upstream/verl-recipe/shmbus/config/shmbus_trainer.yaml"
     found = yaml.safe_load(file.read_text())
     return dict(flat({key: found[key] for key in found if key not in ("hydra", "defaults")}))
@@ -158,8 +156,3 @@ def test_the_recipe_sets_what_the_page_says() -> None:
         yaml.safe_load(doc_pages.block("verl.md", "custom_backend_module:")),
     ]
     assert recipe() == {name: value for page in pages for name, value in flat(page)}
-
-
-def test_the_page_installs_what_the_tests_ran_with() -> None:
-    wanted = doc_pages.installs("verl.md", "pip install")
-    assert wanted <= set((HERE / "requirements.txt").read_text().splitlines()), wanted

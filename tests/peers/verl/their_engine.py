@@ -38,7 +38,6 @@ class Actor(theirs.TrainingWorkerTest):  # type: ignore[misc]
 
 
 def engine_of(config: Any, **options: Any) -> Any:
-    """Make FSDP's configuration, of the generation that runs on a CPU."""
     return config(
         **{**options, "strategy": "fsdp2", "dtype": "float32", "use_torch_compile": False}
     )

@@ -12,7 +12,6 @@ _MEMORY = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_m
 
 
 def _module() -> types.ModuleType:
-    """What verl asks of ``torch.cuda``, of a device that has no memory of its own."""
     module = types.ModuleType("torch_cpu")
     for name in ("synchronize", "empty_cache", "set_device", "manual_seed", "ipc_collect"):
         setattr(module, name, lambda *_, **__: None)

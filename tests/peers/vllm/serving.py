@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+
+from bench.processes import descendants
 
 SIZES = [int(size) for size in os.environ.get("SHMBUS_TEST_TP", "1").split(",")]
 START_S = 240.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
@@ -75,17 +77,11 @@ class Server:
             "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
             "return_token_ids": True, **options,
         }  # fmt: skip
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
-            session.post(f"{self.url}/v1/completions", json=body) as response,
-        ):
-            answer = await response.json()
-            assert response.status == 200, answer
-            choice = answer["choices"][0]
-            assert choice["finish_reason"] == "length"
-            ids: list[int] = choice["token_ids"]
-            assert len(ids) == tokens
-            return ids
+        (choice,) = (await post(f"{self.url}/v1/completions", body))["choices"]
+        assert choice["finish_reason"] == "length"
+        ids: list[int] = choice["token_ids"]
+        assert len(ids) == tokens
+        return ids
 
     async def greedy(self) -> list[list[int]]:
         # No two requests share a prefix cache over an update: each asks with a salt of its own.
@@ -131,10 +127,45 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
     return found
 
 
-async def fresh_outputs(folder: Path, log: Path, size: int) -> list[list[int]]:
-    server = Server(folder, log, size)
+@contextlib.asynccontextmanager
+async def serving(*arguments: Any, **options: Any) -> AsyncIterator[Server]:
+    """Start a `Server`, and end its processes."""
+    server = Server(*arguments, **options)
     try:
         await server.started()
-        return await server.greedy()
+        yield server
     finally:
         server.end()
+
+
+async def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(url, json=body) as response,
+    ):
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+async def fresh_outputs(
+    folders: dict[int, Path], logs: Path, size: int, seeds: Sequence[int] = (1, 2)
+) -> dict[int, list[list[int]]]:
+    """Greedy answers of fresh servers, by the seeds of their models."""
+    found = {}
+    for seed in seeds:
+        async with serving(folders[seed], logs / f"fresh-{seed}.log", size) as server:
+            found[seed] = await server.greedy()
+    return found
+
+
+def kill_all(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and its descendants, and remove their shared memory."""
+    pids = [process.pid, *descendants(process.pid)] if process.poll() is None else []
+    left = shared_memory(pids)
+    for each in pids:
+        os.kill(each, signal.SIGKILL)
+    process.wait()
+    for file in left:
+        Path(file).unlink(missing_ok=True)

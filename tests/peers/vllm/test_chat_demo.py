@@ -2,7 +2,6 @@
 
 import base64
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,11 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from safetensors import safe_open
-from serving import shared_memory
+from serving import kill_all
 from transformers import AutoTokenizer
 from vllm_model import save
-
-from bench.processes import descendants
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant "
 TIMEOUT_S = 400.0
@@ -48,13 +45,7 @@ def test_a_killed_demo_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     while "step   5/6" not in said.read_text():
         assert process.poll() is None and time.monotonic() < end, said.read_text()[-3000:]
         time.sleep(0.1)
-    pids = [process.pid, *descendants(process.pid)]
-    left = shared_memory(pids)
-    for each in pids:
-        os.kill(each, signal.SIGKILL)
-    process.wait()
-    for file_left in left:
-        Path(file_left).unlink(missing_ok=True)
+    kill_all(process)
     assert buses() > before
     ended = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert "resumed after step 4 from" in ended.stdout, ended.stderr[-3000:]

@@ -1,8 +1,6 @@
 """examples/eagle_head.py learns beside a real vLLM, and after a kill trains each sequence once."""
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -10,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import shared_memory
+from serving import kill_all
 
-from bench.processes import descendants
 from shmbus.channel import unlink_channel
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/eagle_head.py"
@@ -21,23 +18,12 @@ RUN_S = 900.0
 
 @pytest.fixture
 def runs() -> Iterator[list[subprocess.Popen[str]]]:
-    """Take processes, of which nothing is left in the end."""
     started: list[subprocess.Popen[str]] = []
     yield started
     for process in started:
         kill_all(process)
         for file in Path("/dev/shm").glob(f"shmbus-channel.eagle-head-{process.pid}"):
             unlink_channel(file.name.removeprefix("shmbus-channel."))
-
-
-def kill_all(process: subprocess.Popen[str]) -> None:
-    pids = [process.pid, *descendants(process.pid)] if process.poll() is None else []
-    left = shared_memory(pids)
-    for each in pids:
-        os.kill(each, signal.SIGKILL)
-    process.wait()
-    for path in left:
-        Path(path).unlink(missing_ok=True)
 
 
 def begin(folder: Path) -> subprocess.Popen[str]:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -11,10 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import shared_memory
+from serving import kill_all
 
 import shmbus
-from bench.processes import descendants
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/vllm_grpo.py"
 START_S, LEARN_S = 180.0, 900.0
@@ -28,7 +26,6 @@ def port() -> str:
 
 
 def begun(output: Path, port: str, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start the example; what it and its server say goes to a file."""
     said = output.with_suffix(f".{time.monotonic_ns()}")
     command = [sys.executable, str(EXAMPLE), "--output", str(output), "--port", port, *options]
     with said.open("wb") as file:
@@ -36,7 +33,6 @@ def begun(output: Path, port: str, *options: str) -> tuple[subprocess.Popen[byte
 
 
 def wait_for(words: str, process: subprocess.Popen[bytes], said: Path) -> None:
-    """Wait until it said so."""
     end = time.monotonic() + START_S
     while words not in said.read_text():
         assert process.poll() is None and time.monotonic() < end, said.read_text()[-3000:]
@@ -44,22 +40,10 @@ def wait_for(words: str, process: subprocess.Popen[bytes], said: Path) -> None:
 
 
 def ended(process: subprocess.Popen[bytes], output: Path) -> None:
-    """Kill what is left of a run, and remove what it and its vLLM leave behind."""
     if process.poll() is None:
         kill_all(process)
     with contextlib.suppress(shmbus.BusNotFoundError):  # a run that is done removes its bus
         shmbus.unlink(f"vllm-{output.name}")
-
-
-def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """Kill it and all below it at once."""
-    pids = [process.pid, *descendants(process.pid)]
-    left = shared_memory(pids)
-    for each in pids:
-        os.kill(each, signal.SIGKILL)
-    process.wait()
-    for file in left:
-        Path(file).unlink(missing_ok=True)
 
 
 @pytest.mark.timeout(1500)

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from serving import Server, shared_memory
+from serving import post, serving, shared_memory
 from transformers import AutoModelForCausalLM
 
 from shmbus import PeerGoneError, WaitTimeoutError
@@ -53,8 +53,6 @@ def options(channel: str, **extra: Any) -> list[str]:
 
 
 class Reference:
-    """What transformers computes of the same tokens."""
-
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.last: list[torch.Tensor] = []
@@ -122,13 +120,8 @@ async def ask(url: str, index: int, prompt: list[int], tokens: int) -> list[int]
         "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
         "ignore_eos": True, "kv_transfer_params": {"index": index}, "return_token_ids": True,
     }  # fmt: skip
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session,
-        session.post(f"{url}/v1/completions", json=body) as response,
-    ):
-        answer = await response.json()
-        assert response.status == 200, answer
-        return list(answer["choices"][0]["token_ids"])
+    (choice,) = (await post(f"{url}/v1/completions", body))["choices"]
+    return list(choice["token_ids"])
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -171,9 +164,7 @@ async def drive(url: str, aborted: set[int], seed: int) -> dict[int, list[int]]:
 
 @pytest.mark.timeout(1800)
 async def test_rows_are_exact(folders: dict[int, Path], tmp_path: Path, channel: str) -> None:
-    server = Server(folders[1], tmp_path / "log", 1, *options(channel))
-    try:
-        await server.started()
+    async with serving(folders[1], tmp_path / "log", 1, *options(channel)) as server:
         receiver = TensorChannel.open(channel, specs=SPECS)
         trainer = Trainer(receiver, Reference(folders[1]))
         trainer.start()
@@ -187,8 +178,6 @@ async def test_rows_are_exact(folders: dict[int, Path], tmp_path: Path, channel:
         await until(lambda: len(beyond(trainer)) == 9)
         async with aiohttp.ClientSession() as session:
             metrics = await (await session.get(f"{server.url}/metrics")).text()
-    finally:
-        server.end()
     trainer.end()
     print(len(trainer.seen), "received of", SEQUENCES + 9, "with", len(aborted), "to be aborted")
     for line in metrics.splitlines():
@@ -207,9 +196,7 @@ async def test_rows_are_exact(folders: dict[int, Path], tmp_path: Path, channel:
 
 @pytest.mark.timeout(1800)
 async def test_tp_2_sends_once(folders: dict[int, Path], tmp_path: Path, channel: str) -> None:
-    server = Server(folders[1], tmp_path / "log", 2, *options(channel, receivers=2))
-    try:
-        await server.started()
+    async with serving(folders[1], tmp_path / "log", 2, *options(channel, receivers=2)) as server:
         group = TensorChannel.group(channel, senders=1, receivers=2)
         trainers = []
         for rank in (0, 1):
@@ -217,8 +204,6 @@ async def test_tp_2_sends_once(folders: dict[int, Path], tmp_path: Path, channel
             trainers[-1].start()
         asked = await drive(server.url, set(), seed=2)
         await until(lambda: sum(len(each.seen) for each in trainers) == SEQUENCES)
-    finally:
-        server.end()
     seen = []
     for trainer in trainers:
         trainer.end()
@@ -230,9 +215,7 @@ async def test_tp_2_sends_once(folders: dict[int, Path], tmp_path: Path, channel
 
 @pytest.mark.timeout(1800)
 async def test_a_killed_engine_is_1(folders: dict[int, Path], tmp_path: Path, channel: str) -> None:
-    first = Server(folders[1], tmp_path / "first", 1, *options(channel))
-    try:
-        await first.started()
+    async with serving(folders[1], tmp_path / "first", 1, *options(channel)) as first:
         receiver = TensorChannel.open(channel, specs=SPECS)
         trainer = Trainer(receiver, Reference(folders[1]))
         trainer.start()
@@ -243,16 +226,10 @@ async def test_a_killed_engine_is_1(folders: dict[int, Path], tmp_path: Path, ch
         for file in files:
             Path(file).unlink(missing_ok=True)
         await until(lambda: bool(trainer.gone))
-    finally:
-        first.end()
-    second = Server(folders[1], tmp_path / "second", 1, *options(channel))
-    try:
-        await second.started()
+    async with serving(folders[1], tmp_path / "second", 1, *options(channel)) as second:
         await asyncio.gather(*(ask(second.url, i, [3 + i] * (5 + i), 3) for i in range(20, 40)))
         await until(lambda: len(trainer.seen) == 40)
         (gone,) = trainer.gone
-    finally:
-        second.end()
     trainer.end()
     assert f"channel '{channel}': the sender 'vllm rank 0'" in gone and "has died" in gone
     assert trainer.wrong == trainer.failed == []

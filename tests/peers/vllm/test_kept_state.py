@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 import vision_model
-from serving import Server
+from serving import post, serving
 
 from shmbus import Bus, Producer
 from shmbus.engines import EngineError, EngineFleet, VllmServer
@@ -52,28 +50,10 @@ async def ask(url: str, salt: str, *, sees: bool) -> Answer:
         "temperature": 0, "logprobs": True, "ignore_eos": True, "return_token_ids": True,
         "cache_salt": salt,
     }  # fmt: skip
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
-        session.post(f"{url}/v1/chat/completions", json=body) as response,
-    ):
-        said = await response.json()
-        assert response.status == 200, said
-        return Answer(said)
-
-
-@contextlib.asynccontextmanager
-async def serving(folder: Path, log: Path, port: int = 0) -> AsyncIterator[Server]:
-    server = Server(folder, log, 1, *OPTIONS, port=port)
-    try:
-        await server.started()
-        yield server
-    finally:
-        server.end()
+    return Answer(await post(f"{url}/v1/chat/completions", body))
 
 
 class Run:
-    """A trainer with its bus, which brings weights by their seed to one server."""
-
     def __init__(self, bus: Bus, url: str) -> None:
         self.bus, self.url = bus, url
         self.model = vision_model.build(0)
@@ -96,7 +76,7 @@ async def test_answers_are_those_of_a_fresh_server(bus: Bus, tmp_path: Path) -> 
         folders[seed] = tmp_path / str(seed)
         vision_model.save(str(folders[seed]), seed)
     for seed in (1, 2):
-        async with serving(folders[seed], tmp_path / f"fresh-{seed}.log") as server:
+        async with serving(folders[seed], tmp_path / f"fresh-{seed}.log", 1, *OPTIONS) as server:
             fresh[seed] = [await ask(server.url, "fresh", sees=sees) for sees in (False, True)]
     assert not any(one.is_of(two) for one, two in zip(fresh[1], fresh[2], strict=True))
     cells: dict[str, list[tuple[bool, bool, bool]]] = {}
@@ -114,7 +94,7 @@ async def test_answers_are_those_of_a_fresh_server(bus: Bus, tmp_path: Path) -> 
                 )
 
     with contextlib.ExitStack() as stack:
-        async with serving(folders[0], tmp_path / "server.log") as server:
+        async with serving(folders[0], tmp_path / "server.log", 1, *OPTIONS) as server:
             run = Run(bus, server.url)
             stack.callback(run.publisher.close)
             await run.bring(1, 1)
@@ -134,7 +114,7 @@ async def test_answers_are_those_of_a_fresh_server(bus: Bus, tmp_path: Path) -> 
             await other.bring(3, 1)
             await look("new run on the old server", other, 1)
             port = server.port
-        async with serving(folders[0], tmp_path / "again.log", port):
+        async with serving(folders[0], tmp_path / "again.log", 1, *OPTIONS, port=port):
             async with other.fleet() as fleet:
                 caught_up = await fleet.catch_up()
             assert caught_up is not None and caught_up.servers[0].version == 3

@@ -8,7 +8,7 @@ import pytest
 import requests
 import torch
 import vllm_model as tiny
-from serving import SIZES, Server, fresh_outputs
+from serving import SIZES, Server, fresh_outputs, serving
 from vllm.distributed.weight_transfer.base import ModuleSource as VllmModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -33,10 +33,7 @@ def control(server: Server, path: str) -> None:
 def test_weights_sent_by_vllms_interface_give_a_fresh_servers_outputs(
     size: int, kind: type, folders: dict[int, Path], bus: Bus, tmp_path: Path
 ) -> None:
-    expected = {
-        seed: asyncio.run(fresh_outputs(folders[seed], tmp_path / f"fresh-{seed}.log", size))
-        for seed in (1, 2)
-    }
+    expected = asyncio.run(fresh_outputs(folders, tmp_path, size))
     server = Server(folders[0], tmp_path / "server.log", size)
     try:
         asyncio.run(server.started())
@@ -84,14 +81,9 @@ def test_an_unloadable_model_is_named(folders: dict[int, Path], bus: Bus, tmp_pa
 @pytest.mark.timeout(900)
 async def test_checkpoints_load_by_path(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     size = SIZES[-1]
-    expected = {
-        seed: await fresh_outputs(folders[seed], tmp_path / f"fresh-{seed}.log", size)
-        for seed in (1, 2)
-    }
-    server = Server(folders[0], tmp_path / "server.log", size)
+    expected = await fresh_outputs(folders, tmp_path, size)
     directory = tmp_path / "checkpoints"
-    try:
-        await server.started()
+    async with serving(folders[0], tmp_path / "server.log", size) as server:
         model = tiny.build(0)
         with WeightPublisher(
             bus.name, ModuleSource(model), carrier="checkpoint", directory=directory
@@ -105,5 +97,3 @@ async def test_checkpoints_load_by_path(folders: dict[int, Path], bus: Bus, tmp_
                     assert report.servers[0].version == number
                     assert await server.greedy() == expected[seed], f"reload {number}"
                     assert bus.policy_version == number
-    finally:
-        server.end()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import vllm_model as tiny
-from serving import SIZES, Server, fresh_outputs
+from serving import SIZES, fresh_outputs, serving
 
 from shmbus import Bus
 from shmbus.engines import EngineFleet, VllmServer
@@ -50,13 +50,8 @@ def die_before(step: str, url: str, bus: str, version: int) -> None:
 async def test_each_mode_and_each_death_of_a_trainer_leave_a_server_with_whole_weights(
     size: int, folders: dict[int, Path], bus: Bus, tmp_path: Path
 ) -> None:
-    expected = {
-        seed: await fresh_outputs(folders[seed], tmp_path / f"fresh-{seed}.log", size)
-        for seed in (1, 2)
-    }
-    server = Server(folders[0], tmp_path / "server.log", size)
-    try:
-        await server.started()
+    expected = await fresh_outputs(folders, tmp_path, size)
+    async with serving(folders[0], tmp_path / "server.log", size) as server:
         model = tiny.build(0)
         version = 0
         with WeightPublisher(bus.name, ModuleSource(model), keep=True) as publisher:
@@ -85,5 +80,3 @@ async def test_each_mode_and_each_death_of_a_trainer_leave_a_server_with_whole_w
             assert f"serving, runs version {whole}" in said.stdout
             assert paused_by(bus.name) is None
             assert await server.greedy() == expected[1 if step == "start" else 2], step
-    finally:
-        server.end()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import model as tiny
 import pytest
-from serving import SIZES, Server
+from serving import SIZES, serving
 
 from shmbus import Bus
 from shmbus.engines import EngineFleet, VllmServer
@@ -25,7 +25,6 @@ async def test_one_flipped_bit_in_one_rank_is_named_while_requests_are_answered(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     options = ("--worker-extension-cls", "flipping.Flipper")
-    server = Server(folders[0], tmp_path / "server.log", size, *options)
     done, answered = asyncio.Event(), 0
 
     async def load() -> None:
@@ -41,8 +40,7 @@ async def test_one_flipped_bit_in_one_rank_is_named_while_requests_are_answered(
         print(f"TP {size}: {each} bytes, {told.engine_s:.4f} of {told.total_s:.4f} s of the engine")
         return told
 
-    try:
-        await server.started()
+    async with serving(folders[0], tmp_path / "server.log", size, *options) as server:
         source = ModuleSource(tiny.build(1))
         with WeightPublisher(bus.name, source, digests=True) as publisher:
             async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
@@ -68,5 +66,3 @@ async def test_one_flipped_bit_in_one_rank_is_named_while_requests_are_answered(
                 done.set()
                 await asyncio.gather(*workers)
         assert answered > 0
-    finally:
-        server.end()

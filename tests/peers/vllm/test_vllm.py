@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import vllm_model as tiny
-from serving import SIZES, Server, fresh_outputs
+from serving import SIZES, fresh_outputs, serving
 
 from shmbus import Bus
 from shmbus.engines import EngineFleet, UpdateRolledBackError, VllmServer
@@ -22,13 +22,8 @@ pytest_plugins = ["vllm_fixtures"]
 async def test_updates_under_load_lose_no_request_and_give_a_fresh_servers_outputs(
     size: int, folders: dict[int, Path], bus: Bus, tmp_path: Path
 ) -> None:
-    expected = {
-        seed: await fresh_outputs(folders[seed], tmp_path / f"fresh-{seed}.log", size)
-        for seed in (1, 2)
-    }
+    expected = await fresh_outputs(folders, tmp_path, size)
     assert expected[1] != expected[2]
-    server = Server(folders[0], tmp_path / "server.log", size)
-    publishers = {}
     done = asyncio.Event()
     answered = 0
 
@@ -38,12 +33,10 @@ async def test_updates_under_load_lose_no_request_and_give_a_fresh_servers_outpu
             await server.complete("w3 w4", 48, ignore_eos=True)
             answered += 1
 
-    try:
-        await server.started()
+    async with serving(folders[0], tmp_path / "server.log", size) as server:
         models = {seed: tiny.build(seed) for seed in (1, 2)}
         model = tiny.build(0)
         with WeightPublisher(bus.name, ModuleSource(model)) as publisher:
-            publishers[0] = publisher
             async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
                 workers = [asyncio.ensure_future(load()) for _ in range(4)]
                 for version in range(UPDATES):
@@ -57,17 +50,13 @@ async def test_updates_under_load_lose_no_request_and_give_a_fresh_servers_outpu
                 await asyncio.gather(*workers)
         assert answered > UPDATES
         print(f"TP {size}: {UPDATES} updates, {answered} requests, none lost")
-    finally:
-        server.end()
 
 
 @pytest.mark.timeout(900)
 async def test_a_misfit_changes_nothing(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     size = SIZES[-1]
-    expected = await fresh_outputs(folders[1], tmp_path / "fresh.log", size)
-    server = Server(folders[0], tmp_path / "server.log", size)
-    try:
-        await server.started()
+    expected = (await fresh_outputs(folders, tmp_path, size, seeds=(1,)))[1]
+    async with serving(folders[0], tmp_path / "server.log", size) as server:
         model = tiny.build(1)
         async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
             with WeightPublisher(bus.name, ModuleSource(model), keep=True) as publisher:
@@ -75,8 +64,6 @@ async def test_a_misfit_changes_nothing(folders: dict[int, Path], bus: Bus, tmp_
                 assert await server.greedy() == expected
 
                 class Wrong:
-                    """Publishes a model whose tensors have other shapes."""
-
                     def publish(self, version: int) -> None:
                         publisher.close()
                         other = tiny.build(2)
@@ -95,5 +82,3 @@ async def test_a_misfit_changes_nothing(folders: dict[int, Path], bus: Bus, tmp_
                 ]
                 assert [row.applied_version for row in rows] == [1] * size
                 wrong.publisher.close()
-    finally:
-        server.end()

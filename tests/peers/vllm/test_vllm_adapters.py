@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import Server
+from serving import serving
 
 from shmbus import Bus, Producer
 from shmbus.engines import LoraFleet, UpdateRolledBackError, VllmServer
@@ -34,9 +34,9 @@ def adapter(seed: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.timeout(900)
 async def test_adapters_answer_by_name(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
-    server = Server(folders[0], tmp_path / "server.log", 1, "--enable-lora", "--max-loras", "2")
-    try:
-        await server.started()
+    async with serving(
+        folders[0], tmp_path / "server.log", 1, "--enable-lora", "--max-loras", "2"
+    ) as server:
         files = LoraFiles(tmp_path / "adapters", "run1", CONFIG)
 
         async def answer(model: str) -> list[int]:
@@ -61,17 +61,13 @@ async def test_adapters_answer_by_name(folders: dict[int, Path], bus: Bus, tmp_p
             listed = await VllmServer(server.url).adapters(60)
             assert [name for name in listed if name != "m"] == [nine.name, ten.name]
             assert not report.servers[0].error and not report.servers[0].warning
-    finally:
-        server.end()
 
 
 @pytest.mark.timeout(900)
 async def test_an_equal_number_is_new(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     options = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "8", "--block-size", "32")
-    server = Server(folders[0], tmp_path / "server.log", 1, *options)
     prompt = " ".join(f"w{3 * k % 120}" for k in range(70))
-    try:
-        await server.started()
+    async with serving(folders[0], tmp_path / "server.log", 1, *options) as server:
 
         async def answer(made: LoraVersion) -> list[int]:
             with Producer(bus.name) as producer:
@@ -104,5 +100,3 @@ async def test_an_equal_number_is_new(folders: dict[int, Path], bus: Bus, tmp_pa
                 await fleet.update(taken)
             assert caught.value.version == 9 and bus.policy_version == 7
             assert await answer(made) == expected[1]
-    finally:
-        server.end()

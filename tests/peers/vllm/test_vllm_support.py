@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 import torch
 import vllm_model as tiny
-from serving import Server
+from serving import Server, post, serving
 
 from shmbus import Bus, Producer
 from trainer_adapter import OnlineDataHandler
@@ -26,13 +25,7 @@ async def sampled(server: Server) -> list[dict[str, Any]]:
         "temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "ignore_eos": True,
         "logprobs": TOP_K, "return_token_ids": True, "return_tokens_as_token_ids": True,
     }  # fmt: skip
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=240)) as session,
-        session.post(f"{server.url}/v1/completions", json=body) as response,
-    ):
-        answer = await response.json()
-        assert response.status == 200, answer
-    choices: list[dict[str, Any]] = answer["choices"]
+    choices: list[dict[str, Any]] = (await post(f"{server.url}/v1/completions", body))["choices"]
     return choices
 
 
@@ -59,12 +52,10 @@ def sample_of(choice: dict[str, Any]) -> tuple[dict[str, Any], list[float]]:
 
 @pytest.mark.timeout(600)
 async def test_replayed_masks_are_vllms(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
-    server = Server(folders[0], tmp_path / "log", 1, "--logprobs-mode", "processed_logprobs")
-    try:
-        await server.started()
+    async with serving(
+        folders[0], tmp_path / "log", 1, "--logprobs-mode", "processed_logprobs"
+    ) as server:
         choices = await sampled(server)
-    finally:
-        server.end()
     made = [sample_of(choice) for choice in choices]
     with (
         OnlineDataHandler(

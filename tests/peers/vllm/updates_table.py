@@ -13,14 +13,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import torch
 import vllm_model as tiny
-from serving import Server, fresh_outputs
+from serving import Server, fresh_outputs, serving
 
 from bench import program
 from bench.row import Row
@@ -83,8 +84,6 @@ class Load:
 
 
 class Arm:
-    """One way to bring versions to a server, and what it came to."""
-
     def __init__(self, name: str, title: str) -> None:
         self.name, self.title = name, title
         self.pauses: list[float] = []
@@ -118,7 +117,6 @@ async def measure_arm(
     *,
     salted: bool,
 ) -> Row:
-    """Bring versions to a server under load."""
     with Producer(bus.name) as producer:
         load = Load(server, (lambda: producer.cache_salt) if salted else (lambda: ""))
         began = time.monotonic()
@@ -133,74 +131,58 @@ async def measure_arm(
         return arm.row(load, time.monotonic() - began)
 
 
-async def by_memory(
-    options: argparse.Namespace, folders: dict[int, Path], expected: Any, *, salted: bool
+@contextlib.asynccontextmanager
+async def begun(
+    options: argparse.Namespace, folder: Path, memory: str | None = None
+) -> AsyncIterator[tuple[Path, Bus, Server]]:
+    """Start a server of a model's folder, with a bus and a directory."""
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as name,
+        Bus.create(f"vllm-table-{secrets.token_hex(3)}", "4MiB") as bus,
+    ):
+        async with serving(folder, Path(name) / "log", options.tp, *OPTIONS) as server:
+            yield Path(name), bus, server
+
+
+async def by_updates(
+    arm: Arm,
+    options: argparse.Namespace,
+    folders: dict[int, Path],
+    expected: Any,
+    *,
+    salted: bool = True,
+    files: bool = False,
 ) -> Row:
-    arm = Arm(
-        "shm-salt" if salted else "shm",
-        "through shared memory" + (", with salts" if salted else ", without salts"),
-    )
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bus = stack.enter_context(Bus.create(f"vllm-table-{secrets.token_hex(3)}", "4MiB"))
-        server = Server(folders[1], folder / "log", options.tp, *OPTIONS)
-        stack.callback(server.end)
-        await server.started()
-        models = {seed: build(options, seed) for seed in (1, 2)}
-        model = build(options, 1)
-        made = WeightPublisher(bus.name, ModuleSource(model))
-        publisher = stack.enter_context(made)
-        async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=600) as fleet:
-
-            async def bring(version: int) -> float:
-                model.load_state_dict(models[1 + version % 2].state_dict())
-                report = await fleet.update(publisher, version)
-                return report.servers[0].paused_s
-
-            return await measure_arm(
-                arm, server, bus, expected, options.updates, bring, salted=salted
-            )
-
-
-async def by_files(options: argparse.Namespace, folders: dict[int, Path], expected: Any) -> Row:
-    """By safetensors in tmpfs, which vLLM reads again."""
-    arm = Arm("reload", "reload_weights from tmpfs")
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-        bus = stack.enter_context(Bus.create(f"vllm-table-{secrets.token_hex(3)}", "4MiB"))
-        server = Server(folders[1], folder / "log", options.tp, *OPTIONS)
-        stack.callback(server.end)
-        await server.started()
+    """Through shared memory, or by safetensors in tmpfs, which vLLM reads again."""
+    async with begun(options, folders[1], "/dev/shm" if files else None) as (folder, bus, server):
         models = {seed: build(options, seed) for seed in (1, 2)}
         model = build(options, 1)
         place = folder / "checkpoints"
-        made = WeightPublisher(bus.name, ModuleSource(model), carrier="checkpoint", directory=place)
-        publisher = stack.enter_context(made)
-        async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=600) as fleet:
+        carrier: dict[str, Any] = {"carrier": "checkpoint", "directory": place} if files else {}
+        with WeightPublisher(bus.name, ModuleSource(model), **carrier) as publisher:
+            async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=600) as fleet:
 
-            async def bring(version: int) -> float:
-                model.load_state_dict(models[1 + version % 2].state_dict())
-                publisher.publish(version=version)
-                report = await fleet.reload(place)
-                return report.servers[0].paused_s
+                async def bring(version: int) -> float:
+                    model.load_state_dict(models[1 + version % 2].state_dict())
+                    if files:
+                        publisher.publish(version=version)
+                        report = await fleet.reload(place)
+                    else:
+                        report = await fleet.update(publisher, version)
+                    return report.servers[0].paused_s
 
-            return await measure_arm(
-                arm, server, bus, expected, options.updates, bring, salted=True
-            )
+                return await measure_arm(
+                    arm, server, bus, expected, options.updates, bring, salted=salted
+                )
 
 
-async def by_restarts(options: argparse.Namespace, folders: dict[int, Path], expected: Any) -> Row:
+async def by_restarts(
+    arm: Arm, options: argparse.Namespace, folders: dict[int, Path], expected: Any
+) -> Row:
     """By a server that is started anew with each version."""
-    arm = Arm("restart", "stop and start")
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bus = stack.enter_context(Bus.create(f"vllm-table-{secrets.token_hex(3)}", "4MiB"))
-        server = Server(folders[1], folder / "log", options.tp, *OPTIONS)
-        stack.callback(lambda: server.end())
-        await server.started()
+    async with begun(options, folders[1]) as (folder, bus, server):
 
         async def bring(version: int) -> float:
-            nonlocal server
             began = time.monotonic()
             await asyncio.to_thread(server.end)
             new = Server(folders[1 + version % 2], folder / "log", options.tp, *OPTIONS)
@@ -212,8 +194,15 @@ async def by_restarts(options: argparse.Namespace, folders: dict[int, Path], exp
 
 
 def build(options: argparse.Namespace, seed: int) -> torch.nn.Module:
-    """Make a model of the shape that was asked for."""
     return tiny.build(seed, options.shape)
+
+
+ARMS: dict[str, tuple[str, Callable[..., Awaitable[Row]]]] = {
+    "shm-salt": ("through shared memory, with salts", by_updates),
+    "shm": ("through shared memory, without salts", partial(by_updates, salted=False)),
+    "reload": ("reload_weights from tmpfs", partial(by_updates, files=True)),
+    "restart": ("stop and start", by_restarts),
+}
 
 
 async def table(options: argparse.Namespace) -> list[Row]:
@@ -221,18 +210,13 @@ async def table(options: argparse.Namespace) -> list[Row]:
         folders = {seed: Path(name) / str(seed) for seed in (1, 2)}
         for seed, folder in folders.items():
             tiny.save(str(folder), seed, options.shape)
-        expected = {
-            seed: await fresh_outputs(folders[seed], Path(name) / "log", options.tp)
-            for seed in folders
-        }
+        expected = await fresh_outputs(folders, Path(name), options.tp)
         assert expected[1] != expected[2]
-        arms = {
-            "shm-salt": lambda: by_memory(options, folders, expected, salted=True),
-            "shm": lambda: by_memory(options, folders, expected, salted=False),
-            "reload": lambda: by_files(options, folders, expected),
-            "restart": lambda: by_restarts(options, folders, expected),
-        }
-        return [await arms[name]() for name in options.arms.split(",")]
+        rows = []
+        for arm in options.arms.split(","):
+            title, run = ARMS[arm]
+            rows.append(await run(Arm(arm, title), options, folders, expected))
+        return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -240,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="tiny", choices=("tiny", "0.6b"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--updates", type=int, default=50)
-    parser.add_argument("--arms", default="shm-salt,shm,reload,restart")
+    parser.add_argument("--arms", default=",".join(ARMS))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return program.run(PROGRAM, parser, lambda options: asyncio.run(table(options)), argv)
 
