@@ -33,6 +33,7 @@ __all__ = [
     "processor_s",
     "run_alone",
     "run_together",
+    "sleeps",
     "use_template",
 ]
 
@@ -188,6 +189,11 @@ def processor_s(pid: int) -> float:
         with contextlib.suppress(FileNotFoundError):
             nanoseconds += int((task / "schedstat").read_text().split()[0])
     return nanoseconds / 1e9
+
+
+def sleeps(pid: int) -> bool:
+    """Tell if a process neither runs nor wants to."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def descendants(root: int) -> list[int]:

@@ -24,7 +24,7 @@ import numpy as np
 
 import shmbus
 from bench import machine, program
-from bench.processes import MeasurementError, processor_s, run_alone, use_template
+from bench.processes import MeasurementError, processor_s, run_alone, sleeps, use_template
 from bench.row import Row, number, skipped
 
 __all__ = ["SCALES", "exponent", "main"]
@@ -133,13 +133,15 @@ def admitted(size: int) -> float:
 def working(
     size: int, name: str, consumer: shmbus.Consumer, work: Callable[[shmbus.Producer], object]
 ) -> Iterator[list[int]]:
-    """Fork workers, attach each, repeat their work; yield their process ids."""
+    """Fork workers, attach each, repeat their work; yield their process ids once all sleep."""
+    import shmbus.pool.server_rows  # noqa: F401  (each worker would load the module)
+
     pids = [worker(name, work) for _ in range(size)]
     try:
-        ends = time.monotonic() + 60
-        while consumer.stats().producers < size:
+        ends = time.monotonic() + 120
+        while consumer.stats().producers < size or not all(map(sleeps, pids)):
             if time.monotonic() > ends:
-                raise MeasurementError(f"not all of {size} workers have attached in 60 s")
+                raise MeasurementError(f"not all of {size} workers have attached in 120 s")
             time.sleep(0.05)
         yield pids
     finally:

@@ -106,10 +106,11 @@ def by_budget(lengths: Lengths, budget: int) -> Parts:
             )
     if not costs:
         return []
-    # Two items above half the budget share no part.
-    halves = sum(2 * length > budget for length in costs)
-    fewest = max(1, halves, -(-sum(costs) // budget) if budget else 1)
     order = _order(costs)
+    fewest = max(1, -(-sum(costs) // budget) if budget else 1)
+    for count, length in enumerate(map(costs.__getitem__, order), 1):
+        if length:  # so many items of at least this length need so many parts
+            fewest = max(fewest, -(-count // (budget // length)))
     found: dict[int, Parts] = {}
 
     def fits(parts: int) -> bool:

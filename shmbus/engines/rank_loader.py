@@ -149,6 +149,16 @@ class PlannedLoader:
             self._load(_tensors(weights, self._device, recorder=recorder), None)
         self._plan = plan = recorder.plan(lasting[1], self._may_plan)
         self.comparable = comparable(plan, lasting[1])
+        if rounded := plan.rounded():
+            first = next(iter(rounded))
+            self._logger.warning(
+                "shmbus: %d tensors are published in another dtype than the engine's, and each "
+                "load rounds them to nearest; the first, %r, from %s to %s: publish in the "
+                "engine's dtype, which rounding='stochastic' needs too",
+                len(rounded),
+                first,
+                *rounded[first],
+            )
         again = ", ".join(plan.refused[:SHOWN]) + (", ..." if len(plan.refused) > SHOWN else "")
         self._logger.info(
             "shmbus: %d copies of %d bytes stand for the engine's loader from now on%s",

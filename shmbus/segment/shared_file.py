@@ -156,6 +156,7 @@ class Companion(Generic[_H]):
             late = time.monotonic() >= deadline
             status, number = _core.SHARED_UNFINISHED, 0
             try:
+                os.lstat(self.path)  # a missing file, polled by idle workers, costs no thread
                 found = _core.uninterrupted(open_once, self.path, self.title, read_only, attach)
                 if found is not None:
                     return cast("_H", found)

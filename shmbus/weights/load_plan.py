@@ -523,6 +523,15 @@ class LoadPlan:
                     target.copy_(was)
         return wrong
 
+    def rounded(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+        """Return the published dtype and the engine's, by tensor whose copy loses bits."""
+        return {
+            name: (each.source.dtype, each.target.dtype)
+            for name, each in zip(self.names(), self.copies, strict=True)
+            if each.target.is_floating_point()
+            and not _is_wider(each.target.dtype, each.source.dtype)
+        }
+
     def names(self) -> Iterator[str]:
         """Yield the tensor name of every copy."""
         places = sorted((place.offset, place.size, place.name) for place in self.manifest.tensors)

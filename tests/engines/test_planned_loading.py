@@ -236,6 +236,38 @@ def test_moved_memory_means_an_ordinary_load(bus: str, device: torch.device, see
     assert len(load.given) == 2
 
 
+@pytest.mark.parametrize(
+    ("published_as", "engine", "warned"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.float16, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_an_engine_that_rounds_what_was_published_is_named_once(
+    bus: str, seed: int, published_as: Any, engine: Any, warned: bool, caplog: Any
+) -> None:
+    cpu = torch.device("cpu")
+    trainer = Trainer(Shape(dtype=published_as), seed)
+    model = FusedModel(Shape(dtype=engine), device=cpu)
+    loader = PlannedLoader(model, cpu, Counted(model))
+    with published(bus, trainer, cpu) as following:
+        for _ in range(2):
+            with following() as weights:
+                loader.load(weights)
+    found = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert len(found) == warned
+    if warned:
+        assert found[0].args == (
+            len(trainer.names),
+            next(iter(trainer.names)),
+            published_as,
+            engine,
+        )
+
+
 def test_unplannable_modules_load_each_time(bus: str, device: torch.device, seed: int) -> None:
     trainer, model = Trainer(Shape(), seed), FusedModel(Shape(), device=device)
     loader = PlannedLoader(

@@ -1,8 +1,11 @@
 """Workers that wait on an empty request lane cost the machine next to nothing, however many."""
 
+import math
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Spawner, next_request, wait_until
@@ -62,6 +65,24 @@ with ExitStack() as stack:
 """
     asked = count(spawn, tmp_path, "import time\n" + text, bus_name)
     assert max(asked) <= 256 and sum(asked) >= 2 * 599
+
+
+def test_a_look_on_a_bus_without_weights_starts_no_thread(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def in_a_thread(call: Callable[..., Any], *arguments: Any) -> Any:
+        started.append(call)
+        return call(*arguments)
+
+    with Producer(bus.name) as worker:
+        assert worker.requests.next(0) is None
+        monkeypatch.setattr(_core, "uninterrupted", in_a_thread)
+        worker._servers._read_s = -math.inf
+        assert worker.requests.next(0) is None
+        assert worker._servers._read_s > 0
+    assert started == []
 
 
 HOLDS = """

@@ -1,6 +1,7 @@
 """Sharing out by tokens: against longest-first greedy, and against the best there is."""
 
 import functools
+import math
 import random
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from counted_work import instructions
 
+from trainer_adapter import balance as module
 from trainer_adapter.balance import _longest_first, _order, balance, by_budget
 
 
@@ -151,6 +153,46 @@ def test_ten_times_the_sequences_cost_ten_times_the_work(seed: int) -> None:
         costs.append(instructions(functools.partial(by_budget, lengths, 1000)) / count)
     # A search in a tree, and one by halves over the parts.
     assert costs[1] <= 1.6 * costs[0]
+
+
+BUDGET = 16_384
+#: Six parts of 8292 + 4196 + 3896, and three of 2 * 4296 + 2 * 3896.
+NINE = [8292] * 6 + [4296] * 6 + [4196] * 6 + [3896] * 12
+HARD: dict[str, Callable[[random.Random, int], list[int]]] = {
+    "near a half": lambda rng, n: [BUDGET // 2 + rng.randint(-60, 60) for _ in range(n)],
+    "near a third": lambda rng, n: [BUDGET // 3 + rng.randint(-60, 60) for _ in range(n)],
+    "powers of two": lambda rng, n: [1 << rng.randint(0, 14) for _ in range(n)],
+    "one less than powers of two": lambda rng, n: [(1 << rng.randint(4, 14)) - 1 for _ in range(n)],
+    "a giant": lambda rng, n: [BUDGET, *(rng.randint(1, 200) for _ in range(n - 1))],
+    "giants": lambda rng, n: [16_000 if i % 10 else rng.randint(1, 800) for i in range(n)],
+    "eleven parts of first fit where nine suffice": lambda rng, n: [NINE[i % 30] for i in range(n)],
+}
+
+
+@pytest.mark.parametrize("mix", HARD)
+def test_hard_lengths_cost_n_log_n_and_no_more_parts_than_first_fit(mix: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for count in (2_000, 20_000):
+        lengths = HARD[mix](rng, count)
+        assert instructions(functools.partial(by_budget, lengths, BUDGET)) <= (
+            100 * count * math.log2(count)
+        )
+    for _ in range(5):
+        lengths = HARD[mix](rng, 60)
+        shared = by_budget(lengths, BUDGET)
+        assert sorted(i for part in shared for i in part) == list(range(60))
+        assert max(sums(lengths, shared)) <= BUDGET
+        assert len(shared) <= parts_by_scanning(lengths, BUDGET)
+
+
+@pytest.mark.parametrize("share", [1, 2, 3, 4, 7])
+def test_lengths_just_above_a_part_of_the_budget_need_no_search(
+    share: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    lengths = [BUDGET // (share + 1) + rng.randint(1, 50) for _ in range(360)]
+    monkeypatch.setattr(module, "_first_fit", None)
+    assert len(by_budget(lengths, BUDGET)) == -(-len(lengths) // share)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
