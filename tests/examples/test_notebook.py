@@ -3,8 +3,6 @@
 ``jupyter execute --inplace examples/first_hour.ipynb`` keeps new ones.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re
