@@ -16,7 +16,7 @@ from textwrap import dedent
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Pages that are named from the root; others lie in `PAGES`.
+#: Prefixes of pages named from the root; `PAGES` holds the pages of adapters.
 FROM_THE_ROOT = ("docs/", "bench/", "README.md", "CONTRIBUTING.md")
 PAGES = ROOT / "docs" / "adapters"
 #: The bus of every page.

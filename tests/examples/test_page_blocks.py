@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from trainer_adapter import OnlineDataHandler, ScoredGroup, attention, correctio
 SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 PEFT = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["x"]}
 N = 4
+SMALL_BATCHES = partial(OnlineDataHandler, groups_per_batch=1)
 
 
 class Enough(Exception):
@@ -40,12 +42,6 @@ class Enough(Exception):
 def bus(bus_name: str) -> Iterator[Bus]:
     with Bus.create(bus_name, "64MiB", schema=SCHEMA | {"prompt?": "int32"}) as bus:
         yield bus
-
-
-@pytest.fixture
-def producer(bus: Bus) -> Iterator[Producer]:
-    with Producer(bus.name) as producer:
-        yield producer
 
 
 def put(producer: Producer, key: str, size: int = 2, length: int = N, **more: Any) -> None:
@@ -69,11 +65,13 @@ def answering(bus: str) -> Iterator[None]:
                     fields = {"tokens": [1, 2], "logprobs": [-1.0, -1.0], "loss_mask": [0, 1]}
                     producer.requests.answer(request, score=request.index % 2, **fields)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(daemon=True, target=work)
     thread.start()
-    yield
-    ended.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def stops_after(calls: int, call: Callable[..., Any] = lambda *_: None) -> Callable[..., None]:
@@ -124,10 +122,7 @@ def test_the_loop_of_the_trainers_page_trains(bus: Bus, producer: Producer) -> N
 def test_prompts_of_a_data_set_are_trained_once(bus: Bus) -> None:
     trained: list[str] = []
     rows = [{"prompt": [number], "question": str(number)} for number in range(5)]
-    with (
-        OnlineDataHandler(bus.name, groups_per_batch=2) as handler,
-        answering(bus.name),
-    ):
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, answering(bus.name):
         doc_pages.run(
             "docs/trainer.md", "load_dataset(", bus.name, handler=handler,
             checkpoint={"handler": handler.state_dict()},
@@ -156,7 +151,7 @@ def test_extra_fields_and_sampling_masks_reach_a_batch(bus_name: str) -> None:
             swap={"group_size=8": "group_size=1"}, **names,
         )  # fmt: skip
         extra = {"support": "support"}
-        with OnlineDataHandler(bus_name, groups_per_batch=1, extra_fields=extra) as handler:
+        with SMALL_BATCHES(bus_name, extra_fields=extra) as handler:
             batch = handler.next_batch(30)
             assert batch.extra["support"].tolist() == [1, 2, 3]
             handler.ack(batch)
@@ -170,7 +165,7 @@ def test_shared_prefixes_give_a_logprob_a_token(bus: Bus, producer: Producer) ->
 
     space = doc_pages.run(
         "docs/trainer.md", 'layout="prefix"', bus.name, model=model,
-        OnlineDataHandler=lambda *a, **k: OnlineDataHandler(*a, groups_per_batch=1, **k),
+        OnlineDataHandler=SMALL_BATCHES,
         transformers_inputs=attention.transformers_inputs,
     )  # fmt: skip
     assert len(space["logprobs"]) == space["batch"].num_tokens
@@ -193,8 +188,7 @@ def test_a_judge_scores_and_annotators_write_columns(bus: Bus, producer: Produce
     put(producer, "q1", score=None, meta={"question": "?"})
     space = doc_pages.run(
         "docs/trainer.md", "async def score_group", bus.name, openai=MagicMock(), ask=ask,
-        asyncio=asyncio, swap={", prefetch=2": ", groups_per_batch=1"},
-        OnlineDataHandler=OnlineDataHandler,
+        asyncio=asyncio, OnlineDataHandler=SMALL_BATCHES,
     )  # fmt: skip
     with space["handler"] as handler:
         batch = handler.next_batch(30)
@@ -204,9 +198,7 @@ def test_a_judge_scores_and_annotators_write_columns(bus: Bus, producer: Produce
     put(producer, "q2")
     names = {"reference": lambda tokens: np.zeros(len(tokens), np.float32)}
     space = doc_pages.run("docs/trainer.md", "def annotate(", bus.name, **names)
-    with OnlineDataHandler(
-        bus.name, groups_per_batch=1, annotate_group=space["annotate"]
-    ) as handler:
+    with SMALL_BATCHES(bus.name, annotate_group=space["annotate"]) as handler:
         batch = handler.next_batch(30)
         assert batch.extra["ref_logprobs"].shape == (2 * N,)
         handler.ack(batch)
@@ -214,7 +206,9 @@ def test_a_judge_scores_and_annotators_write_columns(bus: Bus, producer: Produce
     put(producer, "q3")
     trainer, annotator = doc_pages.halves("docs/trainer.md", "# in each annotator's process")
     names |= {"swap": {"for sample in group])": "for sample in group])\n        break"}}
-    helper = threading.Thread(target=doc_pages.execute, args=(annotator, bus.name), kwargs=names)
+    helper = threading.Thread(
+        daemon=True, target=doc_pages.execute, args=(annotator, bus.name), kwargs=names
+    )
     helper.start()
 
     def check(batch: Any) -> None:
@@ -223,8 +217,8 @@ def test_a_judge_scores_and_annotators_write_columns(bus: Bus, producer: Produce
 
     with pytest.raises(Enough):
         doc_pages.execute(
-            trainer, bus.name, check=check, OnlineDataHandler=lambda *a, **k: OnlineDataHandler(
-                *a, groups_per_batch=1, **k), swap={"        ...": "        check(batch)"}
+            trainer, bus.name, check=check, OnlineDataHandler=SMALL_BATCHES,
+            swap={"        ...": "        check(batch)"},
         )  # fmt: skip
     helper.join(60)
 
@@ -236,7 +230,7 @@ def test_corrections_mismatch_and_metrics_are_numbers(bus: Bus, producer: Produc
         log=lambda d, **_: said.append(d), log_metrics=lambda d, **_: said.append(d)
     )
     names = of_torch(losses, corrections) | {"wandb": log, "mlflow": log, "writer": MagicMock()}
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+    with SMALL_BATCHES(bus.name) as handler:
         part = batch = handler.next_batch(30)
         names |= {"logprobs": batch.logprobs, "old_logprobs": batch.logprobs, "part": part}
         doc_pages.run("docs/trainer.md", "importance_correction(", bus.name, **names)
@@ -356,7 +350,7 @@ def test_weights_cross_from_trainer_to_engine(bus_name: str) -> None:
     trained, served = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).to(torch.bfloat16)
     trainer, engine = doc_pages.halves("docs/weights.md", "# an inference process")
     reader = threading.Thread(
-        target=doc_pages.execute, args=(engine, bus_name), kwargs={"model": served}
+        daemon=True, target=doc_pages.execute, args=(engine, bus_name), kwargs={"model": served}
     )
 
     def follow(publisher: Any) -> None:
@@ -446,7 +440,7 @@ def test_tensors_cross_a_channel(bus_name: str) -> None:
     names = {"hidden": torch.ones(3, 4096, dtype=torch.bfloat16), "ids": torch.arange(3)}
     names |= {name: getattr(shmbus.tensors, name) for name in shmbus.tensors.__all__}
     reader = threading.Thread(
-        target=doc_pages.execute, args=(trainer, bus_name),
+        daemon=True, target=doc_pages.execute, args=(trainer, bus_name),
         kwargs={"head": lambda hidden, ids: seen.append(hidden.shape), **names},
     )  # fmt: skip
     reader.start()
