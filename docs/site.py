@@ -21,12 +21,13 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Pages that live beside their subject in the repository, and where the site has them.
+#: Files that live beside their subject in the repository, and where the site has them.
 ELSEWHERE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "bench/README.md": "benchmarks.md",
+    "examples/first_hour.ipynb": "first_hour.ipynb",
     "shmbus_ext/LAYOUT.md": "layout.md",
     "shmbus_ext/pool/LAYOUT.md": "pool-layout.md",
     "shmbus_ext/channel/LAYOUT.md": "channel-layout.md",

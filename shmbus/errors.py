@@ -32,11 +32,31 @@ the expected value, the given value, and the next step.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, Final, Protocol
+
+#: A path in the repository, which the site has under the same name.
+_PAGE: Final = "docs/errors.md"
 
 
 class ShmbusError(Exception):
-    """Base class of shmbus errors."""
+    """Base class of shmbus errors.
+
+    Attributes
+    ----------
+    page : str
+        The documentation of the class; tracebacks of Python 3.11 and newer end with the page.
+    """
+
+    page: ClassVar[str] = _PAGE
+
+    def __init_subclass__(cls, *, documented: bool = True) -> None:
+        if documented:
+            cls.page = f"{_PAGE}#{cls.__name__.lower()}"
+
+    @cached_property
+    def __notes__(self) -> list[str]:
+        return [f"see {self.page}"]
 
 
 class BusNotFoundError(ShmbusError):

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 _ESCAPE = re.compile(r"\\(?:[trn]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
+def with_notes(error: BaseException) -> str:
+    """Return the message and the notes of an error, each on a line."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
 def show_size(size: float) -> str:
     """Bytes for people: 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -87,7 +87,7 @@ class StepOrderError(ChannelError):
     """A step out of its order: sent or acknowledged already, or after a gap."""
 
 
-class _StepError(ChannelError):
+class _StepError(ChannelError, documented=False):
     """A step without bytes: its number, and the sender's reason."""
 
     def __init__(self, message: str, step: int, reason: str) -> None:

@@ -18,10 +18,11 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import shmbus
+from shmbus.base.format import with_notes
 from shmbus.cli._options import Commands, complete, unknown_command
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (shmbus.ShmbusError, OSError, RuntimeError) as error:
-        print(f"shmbus {parsed.command}: {error}", file=sys.stderr)
+        print(f"shmbus {parsed.command}: {with_notes(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"shmbus {parsed.command}: interrupted", file=sys.stderr)
@@ -138,14 +139,11 @@ def _add_broken(commands: Commands, entry: EntryPoint, error: Exception) -> None
         prefix_chars="\0",
     )
     parser.add_argument("options", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=_raiser(reason))
 
-
-def _raiser(reason: str) -> Callable[[argparse.Namespace], int]:
     def run(arguments: argparse.Namespace) -> int:
         raise RuntimeError(
             f"the package that adds this command cannot be loaded ({reason}); install it again, or "
             "remove it"
         )
 
-    return run
+    parser.set_defaults(run=run)

@@ -68,6 +68,25 @@ class Finding(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
+#: The documentation of each check, as a path in the repository.
+_CHECKS_OF_PAGE: Final = {
+    "docs/compat.md#flash-attn": "flash_attn",
+    "docs/compat.md#torch": "torch",
+    "docs/errors.md#by-symptom": "round_trip",
+    "docs/errors.md#weightserror": "pools",
+    "docs/faq.md#how-much-devshm": "memory shm",
+    "docs/faq.md#which-platforms-which-status": "file_locks kernel locks python",
+    "docs/first-hour.md#install": "argcomplete msgspec numpy packages prometheus_client "
+    "safetensors shmbus uvloop",
+    "docs/operating.md#cleaning-up": "foreign_files leftovers",
+    "docs/operating.md#size-and-life-of-a-bus": "file_size limits",
+    "docs/operating.md#when-you-log-out": "logout",
+    "docs/trainer.md#to-a-gpu": "locked_memory",
+    "docs/tuning.md#the-machine": "cpu huge_pages open_files",
+}
+PAGES: Final = {check: page for page, checks in _CHECKS_OF_PAGE.items() for check in checks.split()}
+
+
 def diagnose(*, torch: bool = True) -> Iterator[Finding]:
     """Run all checks, each as the caller asks for the next."""
     for check in _CHECKS:
@@ -129,11 +148,9 @@ def _check_memory() -> Iterator[Finding]:
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     found = f"{show_size(pages)} of memory unused"
     shm, *others = limits(_ROOT)
-    if not others:
-        yield Finding("memory", "ok", found)
-        return
-    least = min(others, key=lambda limit: limit.left)
-    found += f"; {least}"
+    least = min(others, key=lambda limit: limit.left, default=shm)
+    if others:
+        found += f"; {least}"
     if least.left < shm.left:
         hint = (
             "shared memory counts against that limit, which is tighter than /dev/shm: larger buses "
@@ -299,11 +316,8 @@ def _check_python() -> Iterator[Finding]:
 
 
 def _check_shmbus() -> Iterator[Finding]:
-    found = (
-        f"shmbus {shmbus.__version__}, layout {_core.LAYOUT_VERSION} "
-        f"({_core.LAYOUT_HASH & 0xFFFFFFFF:#010x})"
-    )
-    yield Finding("shmbus", "ok", found)
+    layout = f"layout {_core.LAYOUT_VERSION} ({_core.LAYOUT_HASH & 0xFFFFFFFF:#010x})"
+    yield Finding("shmbus", "ok", f"shmbus {shmbus.__version__}, {layout}")
 
 
 def _version(package: str) -> str | None:
@@ -522,3 +536,5 @@ def _print(finding: Finding) -> None:
     print(f"{_MARKS[finding.level]}  {name}{printable(finding.found)}", flush=True)
     for line in textwrap.wrap(printable(finding.hint), _HINT_WIDTH):
         print(f"{'':{_NAME_WIDTH + 6}}{line}", flush=True)
+    if finding.hint or finding.level != "ok":
+        print(f"{'':{_NAME_WIDTH + 6}}see {PAGES[finding.check]}", flush=True)

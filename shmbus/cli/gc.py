@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from shmbus import errors
-from shmbus.base.format import printable, several, show_size, table
+from shmbus.base.format import printable, several, show_size, table, with_notes
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect import leftovers
 
@@ -127,7 +127,7 @@ def _remove(chosen: list[leftovers.Leftover], *, quiet: bool) -> bool:
             continue  # removed by another process
         except (errors.BusBusyError, OSError) as error:
             failures += 1
-            print(f"shmbus gc: {error}", file=sys.stderr)
+            print(f"shmbus gc: {with_notes(error)}", file=sys.stderr)
     if removed and not quiet:
         freed = show_size(sum(leftover.size for leftover in removed))
         print(f"\nremoved {several(len(removed), 'file')}, freed {freed}")

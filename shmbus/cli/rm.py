@@ -7,7 +7,7 @@ import contextlib
 import sys
 
 from shmbus import errors
-from shmbus.base.format import printable, show_count, show_size
+from shmbus.base.format import printable, show_count, show_size, with_notes
 from shmbus.cli._options import Commands, add_command, bus_name
 from shmbus.inspect import leftovers
 from shmbus.segment.explain import others_text
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             print(_remove(name, force=arguments.force))
         except (errors.ShmbusError, OSError) as error:
-            print(f"shmbus rm: {error}", file=sys.stderr)
+            print(f"shmbus rm: {with_notes(error)}", file=sys.stderr)
             failed = True
     return 1 if failed else 0
 

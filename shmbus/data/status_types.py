@@ -148,6 +148,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     level: Literal["good", "note", "warning", "trouble"]
     #: The first finding: symptom, cause and remedy.
     sentence: str
+    #: The documentation of the first finding, as a path in the repository; "" without a finding.
+    page: str = ""
     #: All findings, the costliest first; empty for a healthy bus.
     findings: list[Finding] = []
 

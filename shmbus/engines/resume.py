@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from shmbus import ShmbusError
+from shmbus.base.format import with_notes
 from shmbus.engines.fleet import EngineFleet
 from shmbus.engines.pause_note import PauseNotice, paused_by
 from shmbus.engines.report import UpdateReport
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = asyncio.run(resume(given.name, timeout=given.timeout))
     except (ShmbusError, BlockingIOError, ValueError) as error:
-        print(f"{given.name}: {error}", file=sys.stderr)
+        print(f"{given.name}: {with_notes(error)}", file=sys.stderr)
         return 1
     if report is None:
         print(f"{given.name}: no server was left paused by a trainer that has ended")

@@ -44,7 +44,8 @@ def status_text(status: BusStatus, most: int | None = None) -> str:
     if len(status.splits) > 1:
         blocks.append(_splits(status))
     if status.verdict is not None:
-        blocks.insert(0, status.verdict.sentence)
+        page = f"\nsee {status.verdict.page}" if status.verdict.page else ""
+        blocks.insert(0, status.verdict.sentence + page)
     if status.wanted or status.groups_given_up or status.ledger.dropped.get("failed"):
         blocks.append(_wanted(status))
     if status.lead is not None or status.requests is not None:

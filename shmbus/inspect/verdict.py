@@ -74,6 +74,27 @@ _FIRST: Final = (
     "untaken",
 )
 
+#: The documentation of each kind.
+_KINDS_OF_PAGE: Final = {
+    "docs/errors.md#busfullerror": "producers_wait",
+    "docs/errors.md#daemonunavailableerror": "daemon_silent",
+    "docs/faq.md#new-run-or-resumed-run": "earlier_run",
+    "docs/operating.md#an-engine-that-is-away": "requests_paused worker_held workers_held",
+    "docs/operating.md#flow-control": "paused",
+    "docs/operating.md#prompts-to-workers": "nothing_open untaken",
+    "docs/operating.md#samples-that-fail": "failures producer_gone waits_for_one",
+    "docs/operating.md#several-trainer-processes": "rank_missing trainers_share",
+    "docs/operating.md#start-order": "no_producer no_trainer nobody_reads nobody_sends "
+    "trainer_away unused",
+    "docs/operating.md#the-daemons-life": "not_back recovering",
+    "docs/operating.md#the-ledger": "unbalanced",
+    "docs/operating.md#when-nothing-moves": "reader_stopped still trainer_busy trainer_stopped",
+    "docs/tuning.md#how-far-ahead": "trainers_wait",
+    "docs/weights.md#into-vllm-and-sglang-servers": "engine_behind engine_unknown "
+    "engines_unknown servers_left",
+}
+PAGES: Final = {kind: page for page, kinds in _KINDS_OF_PAGE.items() for kind in kinds.split()}
+
 
 def judge(
     status: BusStatus,
@@ -103,7 +124,10 @@ def judge(
     findings.sort(key=_rank)
     if not findings:
         return Verdict(level="good", sentence=_all_is_well(status))
-    return Verdict(level=_level(findings[0]), sentence=_sentence(findings[0]), findings=findings)
+    first = findings[0]
+    return Verdict(
+        level=_level(first), sentence=_sentence(first), page=PAGES[first.kind], findings=findings
+    )
 
 
 def _rank(finding: Finding) -> tuple[int, float]:

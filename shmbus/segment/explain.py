@@ -28,7 +28,7 @@ _OTHERS_NAMED: Final = 8
 _ALIKE: Final = 0.6
 
 
-class UnfinishedError(errors.LayoutMismatchError):
+class UnfinishedError(errors.LayoutMismatchError, documented=False):
     """The segment's creator has not stored the magic yet."""
 
 

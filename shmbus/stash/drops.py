@@ -18,6 +18,9 @@ from shmbus.base.throttle import Throttle
 from shmbus.data.keys import split_key
 from shmbus_ext import _core
 
+#: The documentation of all reasons.
+PAGE = "docs/errors.md#dropped-samples"
+
 logger = logging.getLogger("shmbus.drops")
 
 Trajectory = _core.Trajectory
@@ -102,7 +105,7 @@ class DropLog:
             logger.log(_level(reason), "%s", self._line(what))
 
     def _line(self, what: str) -> str:
-        return f"bus {self._segment.name!r}: {what}"
+        return f"bus {self._segment.name!r}: {what}; see {PAGE}"
 
     def _describe(self, reason: str, samples: Sequence[Trajectory]) -> str:
         first = samples[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import doc_pages
 import pytest
 from conftest import wait_until
 from gateways import Gateway
@@ -113,6 +114,19 @@ def test_the_five_minutes_of_atropos(start: Start, bus_name: str) -> None:
     tokens = [group["tokens"][0][0] for group in names["data"]["batch"]]
     assert sorted(tokens) == list(range(32))
     assert gateway.get("/batch").status == 409
+
+
+def test_a_trainer_of_the_page_waits_for_a_restart(start: Start, bus_name: str) -> None:
+    names = {name: pytest.importorskip(name) for name in ("requests", "urllib3")}
+    gateway = start(f"shmbus gateway {bus_name} --create 64MiB --http 127.0.0.1:8000", bus_name)
+    gateway.register(batch_size=2)
+    env = gateway.register_env()
+    assert gateway.post("/scored_data", scored([1], [1], env_id=env)).status == 200
+    wait_until(lambda: gateway.get("/status").json()["queue_size"] == 1)
+    swap = {"127.0.0.1:8000": f"127.0.0.1:{gateway.port}"}
+    space = doc_pages.run("docs/gateway.md", "urllib3.Retry", bus_name, swap=swap, **names)
+    assert len(space["batch"]) == 1
+    space["session"].close()
 
 
 def test_each_option_that_the_page_names_is_one_of_the_command(program: None) -> None:

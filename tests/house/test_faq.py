@@ -20,16 +20,21 @@ def block(language: str) -> str:
 
 def test_the_manifest_gives_every_container_one_memory_volume_under_one_user() -> None:
     yaml = pytest.importorskip("yaml")
-    spec = yaml.safe_load(block("yaml"))["spec"]
+    manifest = yaml.safe_load(block("yaml"))
+    spec = manifest["spec"]
     (volume,) = spec["volumes"]
     assert volume["emptyDir"]["medium"] == "Memory" and volume["emptyDir"]["sizeLimit"]
     assert spec["securityContext"]["runAsUser"] > 0
     for container in spec["containers"]:
         assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
         assert container["resources"]["limits"]["memory"]
+    # Stand-in of a cluster: the schema of its API, without unknown keys.
+    validator = pytest.importorskip("kubernetes_validate")
+    validator.validate(manifest, "1.30", strict=True)
 
 
 def test_the_batch_script_ends_with_the_trainers_status_and_leaves_no_bus(tmp_path: Path) -> None:
+    """Stand-ins: `srun` starts its command here, and the programs end at once."""
     job = str(os.getpid())
     files = {
         "srun": '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
@@ -53,6 +58,7 @@ def test_the_batch_script_ends_with_the_trainers_status_and_leaves_no_bus(tmp_pa
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"SLURM_JOB_ID": job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-n", "job.sh"], cwd=tmp_path, check=True)
     done = subprocess.run(
         ["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=120, capture_output=True
     )

@@ -65,6 +65,7 @@ OPEN_TO_TRAINERS = (
     "shmbus.base.arguments.",
     "shmbus.base.closing.ClosedByWith",
     "shmbus.base.format.several",
+    "shmbus.base.format.with_notes",
     "shmbus.base.ledger.REASONS",
     "shmbus.base.near_names.",
     "shmbus.base.programs.",

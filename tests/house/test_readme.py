@@ -5,13 +5,17 @@ import re
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import Spawner
 
+import shmbus
 from shmbus.cli import main
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+TEXT = README.read_text()
+FIELDS = {"tokens": np.int32, "logprobs": np.float32, "loss_mask": np.uint8}
 
 
 def test_the_ten_lines_of_the_readme_run(spawn: Spawner, bus_name: str) -> None:
@@ -50,3 +54,27 @@ def test_each_command_of_the_readme_exists() -> None:
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0, name
+
+
+def test_the_error_of_the_readme_is_a_full_buses_own(bus_name: str) -> None:
+    fields = {name: np.zeros(2048, kind) for name, kind in FIELDS.items()}
+    with (
+        shmbus.Bus.create(bus_name, "1MiB"),
+        shmbus.Producer(bus_name) as producer,
+        shmbus.Consumer(bus_name, label="train.py@node3") as consumer,
+    ):
+        with pytest.raises(shmbus.BusFullError) as full:
+            for number in range(100):
+                index = number % 8
+                producer.put(f"q{number // 8}", group_size=8, index=index, timeout=0.1, **fields)
+                groups = consumer.take(timeout=0) if number < 48 else []
+                assert not groups or len(groups[0]) == 8
+
+        def shape(text: str) -> str:
+            return re.sub(r"\d+(\.\d+)?", "0", " ".join(text.split()))
+
+        shown = re.findall(
+            r"```text\nshmbus\.errors\.BusFullError: (.*?) \.\.\.\n```", TEXT, re.DOTALL
+        )
+        said = str(full.value).replace(bus_name, "run1")
+        assert shape(said).startswith(shape(shown[0])), said

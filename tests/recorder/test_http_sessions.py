@@ -1,8 +1,13 @@
 """Sessions that a harness of any language opens, scores and fails over HTTP."""
 
+import json
+import os
+import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import doc_pages
 import numpy as np
 import pytest
 from conftest import wait_until
@@ -142,3 +147,42 @@ def test_a_route_that_there_is_not_names_those_that_there_are(recorder: Recorder
     assert status == 404
     assert "/v1/chat/completions" in body["error"]["message"]
     assert ask(f"{recorder.url}/v1/chat/completions")[0] == 405
+
+
+def test_the_agents_page_runs_an_agent_over_http_and_in_python(scene: Scene) -> None:
+    """Stand-ins: the engine is a stub, the agent asks once, and the port is the recorder's own."""
+    url = scene.recorder.url
+    for name in ("q1", "q2"):
+        scene.feeder.request(name, group_size=1, meta={"ask": name})
+
+    def run_agent(meta: dict[str, Any], base_url: str, key: str) -> str:
+        body = {"model": "m", "messages": [user(meta["ask"])]}
+        return str(ask(f"{base_url}/chat/completions", body, key)[0])
+
+    opened, scored, failed = doc_pages.block("docs/agents.md", "curl -s").splitlines()
+
+    def curl(line: str, key: str) -> Any:
+        line = line.replace("http://127.0.0.1:8080", url)
+        done = subprocess.run(
+            ["bash", "-c", line], env=os.environ | {"KEY": key}, capture_output=True, check=True
+        )
+        return json.loads(done.stdout)
+
+    for ends in (scored, failed):
+        session = curl(opened, "")
+        assert run_agent(session["meta"], session["base_url"], session["api_key"]) == "200"
+        assert "error" not in curl(ends, session["api_key"])
+    scene.feeder.request("q3", group_size=1, meta={"ask": "q3"})
+    space = doc_pages.run(
+        "docs/agents.md",
+        "def run_worker",
+        scene.bus.name,
+        swap={"timeout=60.0)) is": "timeout=2)) is"},
+    )
+    parts = (run_agent, lambda meta, answer: float(answer == "200"))
+    worker = threading.Thread(target=space["run_worker"], args=parts)
+    worker.start()
+    samples = [sample for _ in range(3) for sample in scene.taken()]
+    worker.join(60)
+    assert [sample.score for sample in samples] == [1.0] * 3
+    assert {sample.instance_id for sample in samples} == {"q1", "q2", "q3"}

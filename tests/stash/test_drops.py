@@ -192,6 +192,7 @@ def test_thousands_of_drops_are_one_line_and_a_sum(
     # What was counted since is told at the end, too.
     assert lines(caplog)[1:] == [
         f"bus {bus.name!r}: dropped 1,999 more trajectories as duplicate since the last such line"
+        "; see docs/errors.md#dropped-samples"
     ]
 
 

@@ -13,7 +13,9 @@ from test_browser import browser
 
 __all__ = ["browser"]
 
-SITE = Path(__file__).resolve().parents[2] / "build" / "site"
+ROOT = Path(__file__).resolve().parents[2]
+DRAWINGS = ROOT / "docs"
+SITE = ROOT / "build" / "site"
 pytestmark = pytest.mark.skipif(not SITE.is_dir(), reason="`make docs` builds the site")
 
 # Words typed into the search box, and the pages of which one must be the first hit.
@@ -112,6 +114,28 @@ def test_search_answers_newcomers(browser: Browser, address: str, width: int, sc
     page.close()
     assert not found, json.dumps(found, indent=1)
     assert not said
+
+
+#: Labels of a drawing that are small, or not whole inside a filled rectangle.
+LABELS = """
+const box = each => each.getBoundingClientRect();
+const rects = [...document.querySelectorAll('rect')].map(box);
+const inside = (a, b) =>
+  a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom;
+const small = text => parseFloat(getComputedStyle(text).fontSize) < 13;
+[...document.querySelectorAll('text')]
+  .filter(text => small(text) || !rects.some(rect => inside(box(text), rect)))
+  .map(text => text.textContent)
+"""
+
+
+@pytest.mark.parametrize("drawing", sorted(DRAWINGS.glob("*.svg")), ids=lambda path: path.stem)
+def test_a_drawing_is_read_on_a_phone_in_light_and_dark(browser: Browser, drawing: Path) -> None:
+    page = browser.new_page()
+    page.goto(drawing.as_uri())
+    assert page.evaluate("document.documentElement.viewBox.baseVal.width") <= 480
+    assert page.evaluate(LABELS) == []
+    page.close()
 
 
 @pytest.mark.parametrize(("width", "scheme"), VIEWS[::3])

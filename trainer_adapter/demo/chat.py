@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import shmbus
+from shmbus.base.format import with_notes
 from shmbus.engines import EngineFleet, VllmServer
 from shmbus.weights import ModuleSource, WeightPublisher
 from trainer_adapter.attention import register_with_transformers
@@ -309,7 +310,7 @@ def main(config: ChatConfig) -> int:
         print(f"stopped; the same command resumes from {config.output}", file=sys.stderr)
         return 130
     except (UnusableModelError, shmbus.ShmbusError) as error:
-        print(f"shmbus demo: {error}", file=sys.stderr)
+        print(f"shmbus demo: {with_notes(error)}", file=sys.stderr)
         if run is not None and run.log.exists():
             print(f"the server's output is in {run.log}", file=sys.stderr)
         if run is not None and not run.saved.exists():  # no later life needs the bus

@@ -187,7 +187,7 @@ MemoryKind = Literal["vmm", "ipc", "memfd"]
 FETCH_S: Final = 10.0
 
 
-class BufferLostError(ShmbusError):
+class BufferLostError(ShmbusError, documented=False):
     """Buffer replaced by its owner, or lost with a dead owner whose successor runs."""
 
 

@@ -30,7 +30,7 @@ ATTRIBUTE_POSIX_FD: Final = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DE
 ATTRIBUTE_UNIFIED: Final = 41  # CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING
 
 
-class CudaDriverError(ShmbusError):
+class CudaDriverError(ShmbusError, documented=False):
     """Failed call of the CUDA driver; the message names the call and the driver's error."""
 
 

@@ -222,7 +222,7 @@ class WriteMemory:
         """Release the memory; idempotent."""
 
 
-class LostVersionError(WeightsError):
+class LostVersionError(WeightsError, documented=False):
     """Version whose memory vanished with its publisher."""
 
     def __init__(self, message: str, sequence: int) -> None:
