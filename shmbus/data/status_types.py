@@ -14,8 +14,8 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from shmbus.base.decodable import decodable
 from shmbus.base.ledger import LanePauseStatus, TrajectoryCounts
+from shmbus.data.encoding import decodable
 from shmbus.data.schema import SchemaField
 from shmbus_ext import _core
 

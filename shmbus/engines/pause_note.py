@@ -15,7 +15,7 @@ import msgspec
 
 from shmbus import LayoutMismatchError
 from shmbus.base.closing import ClosedByWith
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.segment.cache_salt import NOTE_KIND
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name

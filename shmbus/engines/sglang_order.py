@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 
 #: Value of `--custom-weight-loader`, and the load format of an update.
 LOADER = "shmbus.engines.sglang_loader.load"

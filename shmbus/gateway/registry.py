@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.gateway import settings
 from shmbus.http.access import Refusal
 from shmbus.peers.atropos_queue import Availability

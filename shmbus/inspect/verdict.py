@@ -89,6 +89,7 @@ _KINDS_OF_PAGE: Final = {
     "docs/operating.md#the-daemons-life": "not_back recovering",
     "docs/operating.md#the-ledger": "unbalanced",
     "docs/operating.md#when-nothing-moves": "reader_stopped still trainer_busy trainer_stopped",
+    "docs/trainer.md#when-engine-and-trainer-disagree": "precision_gap",
     "docs/tuning.md#how-far-ahead": "trainers_wait",
     "docs/weights.md#into-vllm-and-sglang-servers": "engine_behind engine_unknown "
     "engines_unknown servers_left",
@@ -852,7 +853,7 @@ def _precision_gap(status: BusStatus) -> Iterator[Finding]:
         what=f"{dtypes}{gap.gap_share:.0%} of the logprob difference is rounding, and PPO's clip "
         f"removes the gradients of {gap.clipped:.0%} of the tokens",
         advice="run the trainer's forward pass in the engine's dtype, or publish the weights with "
-        "rounding='stochastic' (docs/trainer.md, \"When engine and trainer disagree\")",
+        "rounding='stochastic'",
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.decode import RoutedExperts, sampled_logprobs, token_ids
 from shmbus.recorder.sampling import has_grammar, options_of
 from shmbus.recorder.transcript import Span, Turn

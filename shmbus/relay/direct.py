@@ -30,7 +30,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from shmbus.base.backoff import backoff_s
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 
 #: Buffers kept: the blocks under way and a spare.
 _MOST_KEPT = 4

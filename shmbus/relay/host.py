@@ -27,7 +27,7 @@ from shmbus.base.arguments import (
     check_period,
     check_seconds,
 )
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.inspect.status import read_status
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.messages import Envelope, Message, pack

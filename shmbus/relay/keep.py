@@ -30,7 +30,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from shmbus import errors
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.relay.messages import ORIGIN_BYTES, Labels, MissingSample, Origin, name_origin
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.own_file import open_own

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from shmbus import errors
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.pool import PoolReader, VersionLease
 from shmbus.pool.pool_status import ARRIVED_CODE, RESTARTED_CODE
 from shmbus.relay.distribution import PIECE_BYTES, SILENT_S, Distribution, Hop, count_pieces

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, shm_path
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.segment.note_file import MOST_BYTES, NoteFile, read_notes
 
 #: Recorders of a bus at a time: a letter each, since a companion's kind takes no digits.

@@ -29,9 +29,9 @@ import msgspec
 from shmbus import errors
 from shmbus._version import VERSION
 from shmbus.base.arguments import parse_size, process_label
-from shmbus.base.decodable import decodable
 from shmbus.base.format import show_size
 from shmbus.base.ledger import REASONS
+from shmbus.data.encoding import decodable
 from shmbus.data.schema import SchemaField, encode, fields_of
 from shmbus.data.status_types import Count, ProducerSlot
 from shmbus.inspect.segment_file import SegmentFile

@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.errors import WeightsError
 from shmbus.segment.own_file import open_own
 from shmbus.tensors.views import DTYPE_BYTES

@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from shmbus.base.arguments import check_text
-from shmbus.base.decodable import decodable
 from shmbus.base.near_names import UnknownNameError
+from shmbus.data.encoding import decodable
 from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 from shmbus.weights.errors import ManifestError
 

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from shmbus.base.arguments import check_choice
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.tensors.views import is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice

@@ -71,6 +71,7 @@ OPEN_TO_TRAINERS = (
     "shmbus.base.programs.",
     "shmbus.batch.",
     "shmbus.channel.",
+    "shmbus.data.encoding.decodable",
     "shmbus.data.sample_rows.",
     "shmbus.data.status_types.MismatchStatus",
     "shmbus.engines.",
@@ -103,6 +104,7 @@ OPEN_TO_THE_GATEWAY = (
 
 # The recorder of agents: public names, what a worker's session is made of, and the weights' rows.
 OPEN_TO_THE_RECORDER = (
+    "shmbus.data.encoding.decodable",
     "shmbus.data.prompts.Ticket",
     "shmbus.cli._options.Commands",
     "shmbus.cli._options.bus_name",

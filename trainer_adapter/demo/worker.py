@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbus
-from shmbus.base.decodable import decodable
 from shmbus.base.programs import program
+from shmbus.data.encoding import decodable
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
 from trainer_adapter.demo.sampler import PolicyConfig, Sampler
 from trainer_adapter.demo.task import SortTask, reward

@@ -29,7 +29,7 @@ import msgspec
 import torch
 
 from shmbus import ShmbusError
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.errors import PeerGoneError
 from shmbus.tensors.device.memory import DeviceHandle, DeviceMemory, HostMemory, device_of
 

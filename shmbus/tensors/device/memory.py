@@ -27,7 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device import driver
 from shmbus.tensors.device.driver import CudaDriverError, call, in_context

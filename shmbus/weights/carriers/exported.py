@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from shmbus import CapacityError
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.errors import DamagedError, DeviceMismatchError, PeerGoneError, WeightsError
 from shmbus.pool import VersionLease, VersionWrite
 from shmbus.segment.names import memory_socket

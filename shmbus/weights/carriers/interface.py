@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 import torch
 
-from shmbus.base.decodable import decodable
+from shmbus.data.encoding import decodable
 from shmbus.errors import WeightsError
 from shmbus.pool import VersionWrite, WhenHeld
 from shmbus.weights.errors import ManifestError
