@@ -64,6 +64,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS.values()) for room 
 OPEN_TO_TRAINERS = (
     "shmbus.base.arguments.",
     "shmbus.base.closing.ClosedByWith",
+    "shmbus.base.decodable.",
     "shmbus.base.format.several",
     "shmbus.base.format.with_notes",
     "shmbus.base.ledger.REASONS",
@@ -103,6 +104,7 @@ OPEN_TO_THE_GATEWAY = (
 
 # The recorder of agents: public names, what a worker's session is made of, and the weights' rows.
 OPEN_TO_THE_RECORDER = (
+    "shmbus.base.decodable.",
     "shmbus.data.prompts.Ticket",
     "shmbus.cli._options.Commands",
     "shmbus.cli._options.bus_name",
@@ -130,7 +132,7 @@ NOT_FOR_A_PRODUCER = (
     "shmbus.stash",
     "shmbus.store",
 )
-MOST_MODULES_OF_A_PRODUCER = 34
+MOST_MODULES_OF_A_PRODUCER = 35
 
 
 def modules() -> dict[str, Path]:
