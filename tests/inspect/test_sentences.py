@@ -190,7 +190,7 @@ def measuring_trainer_dead(scene: Scene) -> None:
     scene.worker(answers=3)
     trainer.expect("ready")
     trainer.kill()
-    scene.trainer(offered=0)
+    scene.trainer(offered=0, taken=1).expect("ready")
 
 
 def one_failed(scene: Scene) -> None:
