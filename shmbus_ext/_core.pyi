@@ -293,16 +293,11 @@ class Intake:
 class ClientLease:
     number: int
     lost: bool
-    @property
-    def key(self) -> Hashable: ...
-    @property
-    def samples(self) -> list[Trajectory]: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def reason(self) -> int: ...
+    key: Hashable
+    samples: list[Trajectory]
+    size: int
+    step: int
+    reason: int
 
 class Borrower:
     segment: Segment
@@ -479,8 +474,7 @@ class PackPlan:
     def __new__(
         cls, groups: list[GroupBase], names: _Names, extras: tuple[_Extra, ...], /
     ) -> Self: ...
-    @property
-    def trajectories(self) -> list[Trajectory]: ...
+    trajectories: list[Trajectory]
     @property
     def extras(
         self,
@@ -765,40 +759,23 @@ class OriginHead:
         reason: str | None = None,
         split: int = ...,
     ) -> OriginHead: ...
-    @property
-    def origin(self) -> bytes: ...
-    @property
-    def instance_id(self) -> str: ...
-    @property
-    def key(self) -> Hashable: ...
-    @property
-    def split(self) -> int: ...
-    @property
-    def round(self) -> int | None: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def need(self) -> int: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def score(self) -> float: ...
-    @property
-    def policy_version(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def check(self) -> int: ...
-    @property
-    def made_ns(self) -> int: ...
-    @property
-    def committed_ns(self) -> int: ...
-    @property
-    def failed(self) -> bool: ...
-    @property
-    def reason(self) -> str | None: ...
-    @property
-    def meta(self) -> str | None: ...
+    origin: bytes
+    instance_id: str
+    key: Hashable
+    split: int
+    round: int | None
+    group_size: int
+    need: int
+    index: int
+    score: float
+    policy_version: int
+    nbytes: int
+    check: int
+    made_ns: int
+    committed_ns: int
+    failed: bool
+    reason: str | None
+    meta: str | None
 
 def pack_heads(heads: Iterable[OriginHead], /) -> bytes: ...
 def read_heads(

@@ -6,9 +6,8 @@ import argparse
 import importlib.util
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TextIO, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -116,10 +115,9 @@ def require_extra(extra: str, *packages: str, option: str = "it") -> None:
         )
 
 
-def print_json(value: Any, stream: TextIO | None = None) -> None:
+def print_json(value: Any) -> None:
     """Print a struct or a list of them as indented JSON."""
-    text = msgspec.json.format(msgspec.json.encode(value)).decode()
-    print(text, file=stream or sys.stdout)
+    print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
 def unknown_command(word: str, commands: Iterable[str]) -> str:

@@ -20,11 +20,11 @@ import msgspec
 from shmbus import errors
 from shmbus.base import limits
 from shmbus.base.ledger import Ledger
-from shmbus.data.status_types import BusEvent, Count, GroupCells, GroupState, LeaseStatus
+from shmbus.data.status_types import BusEvent, Count, DaemonStatus, GroupCells, GroupState
 from shmbus_ext import _core
 
 #: The protocol's version, equal on both sides.
-VERSION = 1
+VERSION = 2
 
 #: Bytes of a lasting name, and of every name in a message together.
 NAME_BYTES = 32
@@ -288,28 +288,9 @@ class LedgerReply(_Answer):
 
 
 class StatusReply(_Answer):
-    """The answer to GetStatus.
+    """The answer to GetStatus; its reader adds what only an observer finds."""
 
-    `recovering` while the daemon waits for clients of its predecessor. `next_steps` has each rank's
-    next step; `in_doubt` counts groups perhaps still held by an absent client; `failed_attempts`
-    counts failures since the daemon's start by the kind of their reason; `oldest_s` is the age of
-    the oldest incomplete group.
-    """
-
-    bus: str
-    pid: int
-    version: str
-    uptime_s: float
-    ledger: Ledger
-    policy: dict[str, Any]
-    clients: list[LeaseStatus] = []
-    oldest_s: float = 0.0
-    recovering: bool = False
-    draining: bool = False
-    in_doubt: int = 0
-    world_size: int = 0
-    next_steps: dict[int, int] = {}
-    failed_attempts: dict[str, int] = {}
+    daemon: DaemonStatus
 
 
 class GroupsReply(_Answer):

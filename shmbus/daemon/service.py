@@ -33,6 +33,7 @@ from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable, Sess
 from shmbus.daemon.recovery import Claims, InDoubt, extents_of_client, extents_of_clients
 from shmbus.daemon.steps import StepPlanner, StepRequest, patience_s, step_request
 from shmbus.data.keys import split_key
+from shmbus.data.status_types import DaemonStatus
 from shmbus.stash.collector import Collector
 from shmbus_ext import _core
 
@@ -680,23 +681,25 @@ class Service:
     def status(self, request: messages.GetStatus) -> messages.StatusReply:
         """Return the state of the daemon, of its clients and of incomplete groups."""
         now, oldest = time.monotonic(), self.collector.stash.oldest(1)
-        return messages.StatusReply(
-            id=request.id,
-            bus=self.collector.segment.name,
+        ledger = self.ledger()
+        daemon = DaemonStatus(
+            answers=True,
             pid=os.getpid(),
             version=VERSION,
             uptime_s=now - self.began_s,
-            ledger=self.ledger(),
-            policy=dict(self.policy),
-            clients=[s.status() for s in self.sessions.values() if not s.observer],
-            oldest_s=max((now - group.born_s for group in oldest), default=0.0),
             recovering=self._claims is not None,
             draining=self.draining,
             in_doubt=len(self._in_doubt),
             world_size=0 if self._planner is None else self._planner.size,
             next_steps={} if self._planner is None else dict(self._planner.next_steps),
+            groups_open=ledger.groups_open,
+            groups_ready=ledger.groups_ready,
+            groups_leased=ledger.groups_leased,
+            leases=[s.status() for s in self.sessions.values() if not s.observer],
+            oldest_s=max((now - group.born_s for group in oldest), default=0.0),
             failed_attempts=dict(self.history.failed_attempts),
         )
+        return messages.StatusReply(id=request.id, daemon=daemon)
 
     def groups(self, request: messages.GetGroups) -> messages.GroupsReply:
         """Return the oldest incomplete groups, sample by sample."""

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from shmbus.base.ledger import LanePauseStatus, TrajectoryCounts
+from shmbus.base.ledger import LanePauseStatus, RequestCounts, TrajectoryCounts
 from shmbus.data.encoding import decodable
 from shmbus.data.schema import SchemaField
 from shmbus_ext import _core
@@ -403,25 +403,15 @@ class RelayStatus(msgspec.Struct, frozen=True, kw_only=True):
     held_for: dict[str, int]
 
 
-class RequestsStatus(msgspec.Struct, frozen=True):
+class RequestsStatus(RequestCounts, frozen=True, kw_only=True):
     """Requested samples by outcome."""
 
-    #: Since the bus was created.
-    offered: int
-    #: Not taken by a worker, or given back; and in the hands of workers.
-    open: int
-    claimed: int
-    #: Answered; and unmade, because their group ended without them.
-    done: int
-    given_up: int
-    #: Open requests.
-    groups: int
     #: Seconds since a worker's last take; None without a take.
     taken_s: float | None
     #: Open requests, with a sample open or held by a worker.
     unmade: int = 0
     #: `open` and `claimed` of each split with an open request.
-    by_split: dict[str, tuple[int, int]] = {}
+    by_split: dict[str, tuple[int, int]]
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):

@@ -133,13 +133,12 @@ class HttpServer(ClosedByAsyncWith):
         path: str,
         timeout: float,
         *,
-        body: Mapping[str, Any] | None = None,
-        query: Mapping[str, str] | None = None,
         advice: str,
+        **request: Any,
     ) -> dict[str, Any]:
-        """Send one request; return a 200's JSON object, raise EngineError for anything else."""
+        """Send one request as `call` does; return a 200's JSON object, refuse other statuses."""
         _, text = await self.call(
-            step, method, path, timeout, body=body, query=query, advice=advice, good=(200,)
+            step, method, path, timeout, advice=advice, good=(200,), **request
         )
         return self._object(step, text, advice)
 

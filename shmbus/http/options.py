@@ -54,7 +54,7 @@ def add_server_options(parser: argparse.ArgumentParser, port: int, level: str, o
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=level)
 
 
-def read_token(path: str | None, variable: str, option: str = "--token-file") -> str | None:
+def read_token(path: str | None, variable: str) -> str | None:
     """Return a token from a file, or else a variable; None without either."""
     if path is None:
         found = os.environ.get(variable)
@@ -64,7 +64,7 @@ def read_token(path: str | None, variable: str, option: str = "--token-file") ->
     else:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             found = file.read()
-        where, remedy = f"{option} {path}", "write one into it"
+        where, remedy = f"--token-file {path}", "write one into it"
     token = found.strip()
     # Other characters fail in a header, or change on the way.
     if not token or not all(" " <= letter <= "~" for letter in token):

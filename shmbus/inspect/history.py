@@ -71,27 +71,20 @@ def read_events(
 
 
 def read_group(
-    name: str,
-    instance_id: str,
-    *,
-    round: int | None = None,
-    split: str = "train",
-    walk_records: int = WALK_RECORDS,
+    name: str, instance_id: str, *, round: int | None = None, split: str = "train"
 ) -> GroupHistory:
     """Read the history of one group."""
     ids = (instance_id, unprinted(instance_id))
     for key, label in dict.fromkeys(product(ids, (split, unprinted(split)))):
         # A name with escapes may exceed the longest name.
         if len(key.encode()) <= _core.MAX_ID_BYTES or key == ids[1]:
-            found = _read_group(name, key, label, round, walk_records)
+            found = _read_group(name, key, label, round)
             if found.state != "gone" or found.events:
                 break
     return found
 
 
-def _read_group(
-    name: str, instance_id: str, split: str, round: int | None, walk_records: int
-) -> GroupHistory:
+def _read_group(name: str, instance_id: str, split: str, round: int | None) -> GroupHistory:
     with SegmentFile(check_name(name)) as file:
         file.require()
         reply = ask_group(name, instance_id, round, split)
@@ -107,7 +100,7 @@ def _read_group(
         problem = printable(reply or _NO_DAEMON)
         released, committed, _ = counters(file)
         undelivered = max(0, sum(committed) - sum(released))
-        if undelivered > walk_records:
+        if undelivered > WALK_RECORDS:
             return GroupHistory(source="none", state="gone", problem=problem)
         found = OpenGroups(file, undelivered).find(instance_id, round, split)
         if found is None:

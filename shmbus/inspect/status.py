@@ -99,39 +99,27 @@ def join(status: BusStatus, reply: messages.StatusReply | str | None) -> BusStat
         return status
     if isinstance(reply, str):
         return replace(status, daemon=DaemonStatus(answers=False, problem=printable(reply)))
-    daemon = DaemonStatus(
-        answers=True,
-        pid=reply.pid,
-        version=printable(reply.version),
-        uptime_s=reply.uptime_s,
-        recovering=reply.recovering,
-        draining=reply.draining,
-        in_doubt=reply.in_doubt,
-        stopped_pids=_stopped_clients(status, reply),
-        world_size=reply.world_size,
-        next_steps=reply.next_steps,
-        failed_attempts=reply.failed_attempts,
-        oldest_s=reply.oldest_s,
-        groups_open=reply.ledger.groups_open,
-        groups_ready=reply.ledger.groups_ready,
-        groups_leased=reply.ledger.groups_leased,
+    daemon = replace(
+        reply.daemon,
+        version=printable(reply.daemon.version),
+        stopped_pids=_stopped_clients(status, reply.daemon),
         leases=[
             replace(
                 client,
                 label=printable(client.label),
                 stopped=client.connected and is_stopped(client.pid, status.path),
             )
-            for client in reply.clients
+            for client in reply.daemon.leases
         ],
     )
     return replace(status, daemon=daemon)
 
 
-def _stopped_clients(status: BusStatus, reply: messages.StatusReply) -> list[int]:
+def _stopped_clients(status: BusStatus, daemon: DaemonStatus) -> list[int]:
     """Find stopped processes that may hold the leases of clients missing at a new daemon."""
-    if not reply.in_doubt or reply.recovering:
+    if not daemon.in_doubt or daemon.recovering:
         return []
-    known = {each.pid for each in status.producers} | {each.pid for each in reply.clients}
+    known = {each.pid for each in status.producers} | {each.pid for each in daemon.leases}
     return [pid for pid in stopped_pids(status.path) if pid not in known]
 
 

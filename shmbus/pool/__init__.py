@@ -13,11 +13,10 @@ Invariants:
 
 from __future__ import annotations
 
-from shmbus.pool.patches import Piece, put_piece
 from shmbus.pool.pool_file import PoolSpec, copy_bytes, create_pool, unlink_pool
 from shmbus.pool.pool_status import PoolStatus, RankStatus, ReaderStatus, SlotStatus, read_pool
 from shmbus.pool.reader import PoolReader, VersionLease
-from shmbus.pool.slot_publisher import PoolPublisher, VersionWrite, WhenHeld
+from shmbus.pool.slot_publisher import Piece, PoolPublisher, VersionWrite, WhenHeld
 
 __all__ = [
     "Piece",
@@ -33,7 +32,6 @@ __all__ = [
     "WhenHeld",
     "copy_bytes",
     "create_pool",
-    "put_piece",
     "read_pool",
     "unlink_pool",
 ]

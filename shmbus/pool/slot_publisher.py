@@ -13,7 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -262,6 +262,16 @@ class PoolPublisher(_core.ClosedByBlock):
         self._pool.close()
 
 
+class Piece(NamedTuple):
+    """Place of elements in a version's bytes."""
+
+    offset: int
+    rows: int
+    row_bytes: int
+    stride: int
+    width: int
+
+
 class VersionWrite:
     """Version under construction: a ``with`` block publishes it at its end."""
 
@@ -285,6 +295,14 @@ class VersionWrite:
     def view(self) -> npt.NDArray[np.uint8]:
         """View the payload as an array of bytes, to write into."""
         return np.frombuffer(memoryview(self._write), np.uint8)
+
+    def put_piece(self, piece: Piece, source: Any) -> int | None:
+        """Write a piece, and pack its changes since the previous version; None without a patch.
+
+        A second pool with exactly the previous version, such as another node's mirror, writes only
+        the changes.
+        """
+        return _core.pool_patch_put(self._write, *piece, source)
 
     def finish(self, *, digests: bool = False) -> None:
         """Publish the version, after every rank's piece arrived; readers get it at return."""

@@ -15,6 +15,7 @@ from itertools import repeat
 from typing import Any
 
 from shmbus import Bus
+from shmbus.base.arguments import fit_text
 from shmbus.relay.direct import BufferPool
 from shmbus.relay.messages import (
     Announcement,
@@ -269,7 +270,7 @@ class SourceParty:
             if relayed:
                 self._bus.resume()
         elif paused is None or relayed:
-            why = _cut(PAUSED_BY_RELAY + steering.paused)
+            why = fit_text("paused", PAUSED_BY_RELAY + steering.paused, _core.PAUSE_REASON_BYTES)
             if why != paused:
                 self._bus.pause(why)
 
@@ -282,9 +283,3 @@ class SourceParty:
 
 def _read_heads(held: Mapping[Origin, _core.Trajectory]) -> bytes:
     return _core.read_heads(held.values(), reason_of)
-
-
-def _cut(why: str) -> str:
-    """Return a reason cut to the bus's room, between characters."""
-    encoded = why.replace("\0", "").encode("utf-8", "replace")
-    return encoded[: _core.PAUSE_REASON_BYTES].decode("utf-8", "ignore")

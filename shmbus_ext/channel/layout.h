@@ -1,5 +1,5 @@
-/* The bytes shared by the two processes of a channel: structs, lock bytes, and the assertions that
- * pin them. LAYOUT.md of this folder explains them in prose, with the ordering argument.
+/* The bytes shared by the two processes of a channel: structs and lock bytes. LAYOUT.md of this
+ * folder has the offsets, the writers, and the ordering argument.
  *
  * A channel is a queue of at most `slots` steps from one sender to one receiver, in order and
  * acknowledged. Message m occupies slot m % slots and carries step `step_base + m`.
@@ -39,20 +39,7 @@
 #define CHANNEL_STATEMENT_BYTES 65520u
 #endif
 
-/* Offset  Size  Field           Written by  Read by   Order
- *      0     8  magic           creator     both      release / acquire, stored last
- *      8     4  layout_version  creator     both      before magic
- *     12    44  geometry        creator     both      before magic; geometry_crc covers 8..56
- *     56     4  geometry_crc    creator     both      before magic
- *    128     8  sent            sender      receiver  release / acquire: messages published
- *    136     8  step_base       sender      both      before sent: step of message 0
- *    144     8  growths         sender      both      relaxed, for messages
- *    256     8  acked           receiver    sender    release / acquire: messages acknowledged
- *    320     4  sent_bell       sender      receiver  futex word: a message, a statement, an end
- *    324     4  sent_wanted     receiver    sender    seq_cst
- *    384     4  acked_bell      receiver    sender    futex word: the same of the receiver
- *    388     4  acked_wanted    sender      receiver  seq_cst
- * Invariant: acked <= sent <= acked + slots. */
+/* Invariant: acked <= sent <= acked + slots. */
 struct channel_header {
     _Atomic uint64_t magic;
     uint32_t layout_version;
@@ -76,26 +63,14 @@ struct channel_header {
 #define CHANNEL_GEOMETRY_FROM 8u
 #define CHANNEL_GEOMETRY_TO 56u
 _Static_assert(sizeof(struct channel_header) == CHANNEL_HEADER_BYTES, "layout");
-_Static_assert(offsetof(struct channel_header, slots) == 12, "layout");
-_Static_assert(offsetof(struct channel_header, max_bytes) == 40, "layout");
 _Static_assert(offsetof(struct channel_header, geometry_crc) == CHANNEL_GEOMETRY_TO, "layout");
-_Static_assert(offsetof(struct channel_header, sent) == 128, "layout");
-_Static_assert(offsetof(struct channel_header, step_base) == 136, "layout");
-_Static_assert(offsetof(struct channel_header, growths) == 144, "layout");
-_Static_assert(offsetof(struct channel_header, acked) == 256, "layout");
 _Static_assert(offsetof(struct channel_header, sent_bell) == 320, "layout");
 _Static_assert(offsetof(struct channel_header, acked_bell) == 384, "layout");
 
 enum channel_side_name { CHANNEL_SENDER = 0, CHANNEL_RECEIVER = 1, CHANNEL_SIDES = 2 };
 enum channel_side_state { CHANNEL_NEVER = 0, CHANNEL_OPEN = 1, CHANNEL_CLOSED = 2 };
 
-/* The owner of a side: the holder of lock byte CHANNEL_LOCK_SIDE + side.
- *
- * Offset  Size  Field   Order
- *      0     4  state   release / acquire: after pid and texts
- *      4     4  pid     for messages
- *      8     8  claims  relaxed: number of owners so far
- *     16   208  texts   before state, for messages */
+/* The owner of a side: the holder of lock byte CHANNEL_LOCK_SIDE + side. `state` is stored last. */
 struct channel_side {
     alignas(256) _Atomic uint32_t state;
     _Atomic uint32_t pid;
@@ -110,12 +85,8 @@ _Static_assert(offsetof(struct channel_side, reason) == 64, "layout");
 
 enum channel_kind { CHANNEL_STEP = 1, CHANNEL_SKIP = 2, CHANNEL_FAIL = 3, CHANNEL_KINDS = 4 };
 
-/* One message: written by the sender before `sent` covers the row, constant until `acked` does.
- *
- * Offset  Size  Field     Order
- *      0     8  room      sender only, relaxed: the slot's bytes of memory
- *      8     4  crc       over 12..256
- *     12   244  the rest  before sent */
+/* One message: written by the sender before `sent` covers the row, constant until `acked` does;
+ * `room` belongs to the sender alone. */
 struct channel_row {
     alignas(256) _Atomic uint64_t room;
     uint32_t crc;
@@ -133,17 +104,10 @@ struct channel_row {
 #define CHANNEL_ROW_CRC_FROM 12u
 _Static_assert(sizeof(struct channel_row) == 256, "layout");
 _Static_assert(offsetof(struct channel_row, kind) == CHANNEL_ROW_CRC_FROM, "layout");
-_Static_assert(offsetof(struct channel_row, sequence) == 16, "layout");
 _Static_assert(offsetof(struct channel_row, reason) == 64, "layout");
 
-/* A side's statement about the tensors, in bytes read only by the layer above. The version is odd
- * during a write, and after a death in the middle.
- *
- * Offset  Size  Field    Order
- *      0     8  version  release / acquire at both ends of a write; 0 before the first
- *      8     4  bytes    between
- *     12     4  crc      between
- *     16       data     between */
+/* A side's statement about the tensors, in bytes read only by the layer above. The version is 0
+ * before the first statement, odd during a write, and after a death in the middle. */
 struct channel_statement {
     alignas(64) _Atomic uint64_t version;
     uint32_t bytes;

@@ -1,5 +1,5 @@
-/* The bytes of a slot pool shared by processes: structs, lock bytes, and the assertions that pin
- * them. LAYOUT.md of this folder explains them in prose, with the ordering argument.
+/* The bytes of a slot pool shared by processes: structs and lock bytes. LAYOUT.md of this folder
+ * has the offsets, the writers, and the ordering argument.
  *
  * A pool consists of n slots of bytes with one publisher, or one for every rank, many readers, and
  * versions. It forms a separate segment beside a bus, for data larger than a record: weights,
@@ -51,25 +51,6 @@
  * grow by one a version and begin at 1. */
 #define POOL_NO_VERSION UINT64_C(0)
 
-/* Offset  Size  Field            Written by      Read by    Order
- *      0     8  magic            creator         anyone     release / acquire, stored last
- *      8     4  layout_version   creator         anyone     before magic
- *     12    68  geometry         creator         anyone     before magic; geometry_crc covers 8..80
- *     80     4  geometry_crc     creator         anyone     before magic
- *     88     8  life             creator         anyone     before magic: random
- *    128     8  latest           publisher       readers    release / acquire: newest whole version
- *    136     8  writing          publisher       ranks      seq_cst: version that ranks may write
- *    144     8  next_sequence    publisher       publisher  relaxed
- *    192     4  bell             publisher       readers    futex word, rung by each version
- *    196     4  bell_wanted      readers         publisher  seq_cst: 1 while a reader may sleep
- *    256     4  space_bell       readers         publisher  futex word, rung by each slot let go
- *    260     4  space_wanted     publisher       readers    seq_cst
- *    320     4  ranks_bell       ranks           ranks      futex word, rung by each change
- *    324     4  ranks_wanted     ranks           ranks      seq_cst
- *    384     4  slots_open       publisher       publisher  release / acquire: slots with memory
- *    392     8  published        publisher       anyone     relaxed, for messages
- *    400     8  skipped          publisher       anyone     relaxed, for messages
- */
 struct pool_header {
     _Atomic uint64_t magic;
     uint32_t layout_version;
@@ -101,16 +82,10 @@ struct pool_header {
 #define POOL_GEOMETRY_FROM 8u
 #define POOL_GEOMETRY_TO 80u
 _Static_assert(sizeof(struct pool_header) <= POOL_HEADER_BYTES, "the header has its place");
-_Static_assert(offsetof(struct pool_header, max_slots) == 12, "layout");
 _Static_assert(offsetof(struct pool_header, geometry_crc) == POOL_GEOMETRY_TO, "layout");
-_Static_assert(offsetof(struct pool_header, life) == 88, "layout");
-_Static_assert(offsetof(struct pool_header, latest) == 128, "layout");
-_Static_assert(offsetof(struct pool_header, writing) == 136, "layout");
 _Static_assert(offsetof(struct pool_header, bell) == 192, "layout");
 _Static_assert(offsetof(struct pool_header, space_bell) == 256, "layout");
 _Static_assert(offsetof(struct pool_header, ranks_bell) == 320, "layout");
-_Static_assert(offsetof(struct pool_header, slots_open) == 384, "layout");
-_Static_assert(offsetof(struct pool_header, skipped) == 400, "layout");
 
 /* State values are spread over the word: scribbled bytes seldom form a valid state. */
 enum pool_slot_state {
@@ -119,13 +94,8 @@ enum pool_slot_state {
     POOL_READY = 0x59444552,   /* "REDY" */
 };
 
-/* The contents of a slot. Written under the slot's exclusive lock, read under a shared lock;
- * without a lock, only for messages and after the checksum.
- *
- * Offset  Size  Field            Order
- *      0     4  state            release / acquire, stored last
- *      4     4  crc              over 8..256
- *      8     8  sequence         .. and every later field: before state */
+/* The contents of a slot. Written under the slot's exclusive lock, `state` last; read under a
+ * shared lock; without a lock, only for messages and after the checksum. */
 struct slot_row {
     alignas(256) _Atomic uint32_t state;
     uint32_t crc;
@@ -149,20 +119,10 @@ struct slot_row {
 };
 #define POOL_ROW_CRC_FROM 8u
 _Static_assert(sizeof(struct slot_row) == 256, "layout");
-_Static_assert(offsetof(struct slot_row, version) == 16, "layout");
-_Static_assert(offsetof(struct slot_row, text) == 64, "layout");
-_Static_assert(offsetof(struct slot_row, base_sequence) == 128, "layout");
 
 /* A rank's patch, in its share of the slot's patch bytes. Written under the rank's piece or the
- * slot's lock, read like the payload.
- *
- * Offset  Size  Field          Meaning
- *      0     8  sequence       of the version; 0 without a patch of the rank
- *      8     8  base_sequence  of the version before the patch
- *     16     8  bytes          of the runs after the head
- *     24     8  changes        elements
- *     32     4  runs           one a piece of a tensor: a patch_run and its stream, padded to 8
- *     60     4  crc            of bytes 0 to 60, and of the runs */
+ * slot's lock, read like the payload. The runs follow: one a piece of a tensor, and its stream,
+ * padded to 8. */
 struct patch_head {
     uint64_t sequence;
     uint64_t base_sequence;
@@ -191,14 +151,8 @@ struct patch_run {
 };
 _Static_assert(sizeof(struct patch_run) == 64, "layout");
 
-/* Progress of a rank. The holder of lock byte POOL_LOCK_WRITER + rank owns the row.
- *
- * Offset  Size  Field    Written by  Read by    Order
- *      0     8  started  its rank    publisher  release / acquire: sequence being written
- *      8     8  done     its rank    publisher  release / acquire: sequence written
- *     16     8  failed   its rank    publisher  release / acquire: sequence that failed
- *     24     4  pid      its rank    anyone     for messages; 0 after a regular end
- *     28   168  texts    its rank    anyone     before failed, for messages */
+/* Progress of a rank: sequences being written, written, and failed. The holder of lock byte
+ * POOL_LOCK_WRITER + rank owns the row; a regular end stores pid 0. */
 struct rank_row {
     alignas(256) _Atomic uint64_t started;
     _Atomic uint64_t done;
@@ -209,20 +163,9 @@ struct rank_row {
     uint8_t reserved0[60];
 };
 _Static_assert(sizeof(struct rank_row) == 256, "layout");
-_Static_assert(offsetof(struct rank_row, pid) == 24, "layout");
 
-/* The version run by a reader, and its last refusal. The holder of POOL_LOCK_READER + index owns
- * the row.
- *
- * Offset  Size  Field            Order
- *      0     8  applied          release / acquire: sequence in use; 0: no version
- *      8     8  refused          release / acquire: sequence refused; 0: no refusal
- *     16     8  applied_version  before applied, for messages
- *     24     8  refused_version  before refused, for messages
- *     32     4  holds            relaxed: leased slots, by bit, for messages
- *     36     4  pid              for messages; 0 after a regular end
- *     40     4  error_code       before refused
- *     44   212  texts            before applied or refused, for messages */
+/* The version run by a reader, and its last refusal; `applied` and `refused` are stored last. The
+ * holder of POOL_LOCK_READER + index owns the row; a regular end stores pid 0. */
 struct reader_row {
     alignas(256) _Atomic uint64_t applied;
     _Atomic uint64_t refused;
@@ -237,8 +180,6 @@ struct reader_row {
     uint32_t reserved0;
 };
 _Static_assert(sizeof(struct reader_row) == 256, "layout");
-_Static_assert(offsetof(struct reader_row, holds) == 32, "layout");
-_Static_assert(offsetof(struct reader_row, label) == 44, "layout");
 
 #define POOL_READERS_AT                                                                          \
     (POOL_HEADER_BYTES + POOL_MAX_SLOTS * sizeof(struct slot_row) +                              \

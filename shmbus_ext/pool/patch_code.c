@@ -481,9 +481,3 @@ void patch_copy(const struct patch_shape *shape, const uint8_t *now, uint8_t *to
     }
     copy_fence();
 }
-
-uint64_t patch_stream_bytes(const struct patch_shape *shape, uint64_t changes) {
-    uint64_t elements = shape->row_bytes / shape->width;
-    uint64_t spans = elements / PATCH_SPAN + (elements % PATCH_SPAN != 0);
-    return shape->rows * spans + changes * (1 + shape->width);
-}

@@ -49,9 +49,6 @@ struct patch_out {
     bool full; /* a block did not fit */
 };
 
-/* The largest size of a stream with `changes` changed elements. */
-uint64_t patch_stream_bytes(const struct patch_shape *shape, uint64_t changes);
-
 /* Brings the piece at `to` to the contiguous rows at `now`, and packs the differences from `base`.
  * With base == to, the streams of `links` are first applied to the piece in order, and only
  * differences are written; otherwise the whole piece is written. False if `out` is full or a link

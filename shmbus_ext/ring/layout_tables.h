@@ -42,7 +42,6 @@ struct split_entry {
 #define SHMBUS_SPLITS_BYTES ((uint64_t)SHMBUS_MAX_SPLITS * sizeof(struct split_entry))
 _Static_assert(sizeof(struct split_entry) == 64, "a cache line a split");
 _Static_assert(SHMBUS_SPLIT_LABEL_BYTES + 1 == SHMBUS_SPLIT_LABEL_WORDS * 8, "layout");
-_Static_assert(offsetof(struct split_entry, acked) == 32, "layout");
 
 /* ---- Retry requests: single samples requested again from producers. Included only by layout.h. */
 /* Open retry requests; more would not help a failing fleet. */
@@ -85,11 +84,6 @@ struct retry_entry {
     char reason[SHMBUS_RETRY_REASON_BYTES];
 };
 _Static_assert(sizeof(struct retry_entry) == 512, "layout");
-_Static_assert(offsetof(struct retry_entry, number) == 8, "layout");
-_Static_assert(offsetof(struct retry_entry, need) == 48, "layout");
-_Static_assert(offsetof(struct retry_entry, late) == 52, "layout");
-_Static_assert(offsetof(struct retry_entry, crc) == 60, "layout");
-_Static_assert(offsetof(struct retry_entry, id) == 64, "layout");
 
 /* ---- The admission table and the request lane, the last parts before the extents. For layout.h.
  *
@@ -133,9 +127,6 @@ struct lead_table {
     uint64_t reserved1[2];
     _Atomic uint64_t rows[]; /* SHMBUS_LEAD_ROWS */
 };
-_Static_assert(offsetof(struct lead_table, max_groups) == 4, "layout");
-_Static_assert(offsetof(struct lead_table, version) == 16, "layout");
-_Static_assert(offsetof(struct lead_table, a_version) == 40, "layout");
 _Static_assert(offsetof(struct lead_table, rows) == 64, "layout");
 
 /* The request lane (requests.h): request_lane | request_row[rows] | order (u32[levels][rows])
@@ -176,10 +167,6 @@ struct request_lane {
 };
 _Static_assert(sizeof(struct request_lane) == 512, "layout");
 _Static_assert(offsetof(struct request_lane, room) == 8, "layout");
-_Static_assert(offsetof(struct request_lane, feeding) == 64, "layout");
-_Static_assert(offsetof(struct request_lane, number) == 80, "layout");
-_Static_assert(offsetof(struct request_lane, freeing) == 112, "layout");
-_Static_assert(offsetof(struct request_lane, returned) == 192, "layout");
 _Static_assert(offsetof(struct request_lane, heads) == 256, "layout");
 _Static_assert(offsetof(struct request_lane, tails) == 384, "layout");
 
@@ -220,11 +207,6 @@ struct request_row {
     uint64_t reserved1[4];
 };
 _Static_assert(sizeof(struct request_row) == 128, "layout");
-_Static_assert(offsetof(struct request_row, first_cell) == 40, "layout");
-_Static_assert(offsetof(struct request_row, group_size) == 56, "layout");
-_Static_assert(offsetof(struct request_row, crc) == 68, "layout");
-_Static_assert(offsetof(struct request_row, next) == 72, "layout");
-_Static_assert(offsetof(struct request_row, ended_done) == 88, "layout");
 
 /* One sample of a group. claim: kind (2 bits, enum request_kind) | producer id (34, every bit 1 for
  * a sample made on another node) | number of the row (28). DONE with a producer: the producer
@@ -286,9 +268,6 @@ struct relay_entry {
     uint8_t identity[SHMBUS_RELAY_IDENTITY_BYTES];
 };
 _Static_assert(sizeof(struct relay_entry) == 64, "layout");
-_Static_assert(offsetof(struct relay_entry, writer) == 24, "layout");
-_Static_assert(offsetof(struct relay_entry, ended) == 40, "layout");
-_Static_assert(offsetof(struct relay_entry, identity) == 48, "layout");
 
 /* relay_journal | relay_entry[], sized by the bus's capacity.
  *
@@ -316,9 +295,6 @@ struct relay_journal {
     uint64_t reserved0;
     _Atomic uint64_t figures[SHMBUS_RELAY_FIGURES];
 };
-_Static_assert(offsetof(struct relay_journal, batch) == 12, "layout");
-_Static_assert(offsetof(struct relay_journal, term) == 32, "layout");
-_Static_assert(offsetof(struct relay_journal, figures) == 64, "layout");
 _Static_assert(sizeof(struct relay_journal) == 128, "layout");
 
 /* Entries of a bus with `capacity` bytes. */
@@ -365,10 +341,5 @@ struct wait_row {
     _Atomic uint64_t reason[SHMBUS_UNMADE_WORDS];
 };
 _Static_assert(sizeof(struct wait_row) == 128, "two cache lines a slot");
-_Static_assert(offsetof(struct wait_row, released) == 32, "layout");
-_Static_assert(offsetof(struct wait_row, given_back) == 40, "layout");
-_Static_assert(offsetof(struct wait_row, failed) == 44, "layout");
-_Static_assert(offsetof(struct wait_row, rests_until_ns) == 48, "layout");
-_Static_assert(offsetof(struct wait_row, reason) == 56, "layout");
 
 #endif

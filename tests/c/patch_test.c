@@ -29,6 +29,13 @@ static uint64_t bytes_of(const struct patch_shape *shape) {
     return (shape->rows - 1) * shape->stride + shape->row_bytes;
 }
 
+/* The largest stream with so many changed elements. */
+static uint64_t stream_bytes(const struct patch_shape *shape, uint64_t changes) {
+    uint64_t elements = shape->row_bytes / shape->width;
+    uint64_t spans = (elements + PATCH_SPAN - 1) / PATCH_SPAN;
+    return shape->rows * spans + changes * (1 + shape->width);
+}
+
 /* Changes some elements of rows that lie one after the other; few, many or all of them. */
 static uint64_t change(uint8_t *now, const struct patch_shape *shape) {
     uint64_t elements = shape->rows * shape->row_bytes / shape->width;
@@ -80,7 +87,7 @@ static void follow(struct memory *memory, const struct patch_shape *shape, int v
         CHECK(!in_place || chain.at == chain.end);
         CHECK(memcmp(before, base, LARGEST) == 0);
         CHECK(out.changes <= changes && changes - out.changes <= changes / 8 + 1);
-        CHECK((uint64_t)(out.at - stream) <= patch_stream_bytes(shape, out.changes) ||
+        CHECK((uint64_t)(out.at - stream) <= stream_bytes(shape, out.changes) ||
               out.changes * (1 + shape->width) >= elements);
         gather(before, to, shape);
         CHECK(memcmp(before, memory->now, shape->rows * shape->row_bytes) == 0);

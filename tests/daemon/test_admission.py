@@ -27,7 +27,7 @@ def rank(number: int, world_size: int = 2) -> Session:
     ("changes", "draining", "kind", "said"),
     [
         ({}, False, None, ""),
-        ({"version": 99}, False, "version", "version 99, its daemon needs 1; restart"),
+        ({"version": 99}, False, "version", "version 99, its daemon needs 2; restart"),
         ({"bus": "other"}, False, "not_found", "serves another bus"),
         ({"created_unix_ns": 5}, False, "not_found", "restart the daemon if"),
         ({"policy": {"on_timeout": "wait"}}, False, None, ""),

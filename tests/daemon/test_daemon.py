@@ -399,7 +399,7 @@ def test_bad_clients_are_answered_or_closed_and_nobody_else_notices(
         "max_groups": hello(bus_name) + messages.frame(messages.Take(id=1, max_groups=2**63)),
         "announced": struct.pack("<I", 2**31),
         "version": messages.frame(messages.Hello(version=99, bus=bus_name)),
-        "another bus": messages.frame(messages.Hello(version=1, bus="other")),
+        "another bus": hello("other"),
         "got Hello after its Hello": hello(bus_name) * 2,
         "observer": hello(bus_name, observer=True) + take,
         "wait already": hello(bus_name) + take * (MAX_WAITING + 1),

@@ -143,7 +143,7 @@ def test_a_rank_that_died_gets_what_it_did_not_acknowledge_again_and_nobody_else
 
 def here(name: str) -> int:
     reply = ask_status(name)
-    return len(reply.clients) if isinstance(reply, StatusReply) else 0
+    return len(reply.daemon.leases) if isinstance(reply, StatusReply) else 0
 
 
 def test_after_a_restart_a_rank_ahead_leaves_the_groups_to_one_behind(

@@ -9,7 +9,7 @@ import pytest
 from shmbus import Ledger, ProtocolError
 from shmbus.base import limits
 from shmbus.control import messages
-from shmbus.data.status_types import LeaseStatus
+from shmbus.data.status_types import DaemonStatus, LeaseStatus
 
 LEDGER = Ledger(committed=1, acknowledged=1, leased=0, stashed=0, in_ring=0, dropped={})
 REQUESTS: list[messages.Request] = [
@@ -32,9 +32,10 @@ REPLIES: list[messages.Reply] = [
     messages.Done(id=3),
     messages.LedgerReply(id=4, ledger=LEDGER),
     messages.StatusReply(
-        id=5, bus="b", pid=1, version="0", uptime_s=1.0, ledger=LEDGER, policy={},
-        clients=[LeaseStatus(client=0, pid=1, label="x")],
-        next_steps={0: 4},
+        id=5,
+        daemon=DaemonStatus(
+            answers=True, leases=[LeaseStatus(client=0, pid=1, label="x")], next_steps={0: 4}
+        ),
     ),
     messages.Refused(kind="busy", message="no"),
 ]  # fmt: skip

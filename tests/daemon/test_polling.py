@@ -5,9 +5,8 @@ from collections.abc import Callable
 import numpy as np
 from conftest import Daemon, client_of, wait_until
 
-from shmbus import Consumer, Group, Ledger, Producer
-from shmbus.control.ask import ask_status
-from shmbus.control.messages import StatusReply
+from shmbus import Consumer, Group, Producer
+from shmbus.inspect.status import read_status
 
 Served = Callable[..., Daemon]
 
@@ -18,12 +17,6 @@ DEADLINE_S = 30.0
 def put(producer: Producer, key: str, index: int = 0, size: int = 1, version: int = 0) -> None:
     tokens = np.arange(4, dtype=np.int32)
     producer.put(key, group_size=size, index=index, policy_version=version, tokens=tokens)
-
-
-def ledger_of(name: str) -> Ledger:
-    reply = ask_status(name)
-    assert isinstance(reply, StatusReply)
-    return reply.ledger
 
 
 def test_what_was_asked_ahead_and_answered_long_ago_is_no_answer_to_a_poll(
@@ -39,7 +32,7 @@ def test_what_was_asked_ahead_and_answered_long_ago_is_no_answer_to_a_poll(
         consumer.ack(groups)
         for number in range(16, 32):
             put(producer, f"g{number}")
-        wait_until(lambda: ledger_of(bus_name).in_ring == 0, what="the ring to be read")
+        wait_until(lambda: read_status(bus_name).ledger.in_ring == 0, what="the ring to be read")
         # All that was asked for, so that as many are asked ahead; the daemon has none.
         assert len(consumer.take(16, 0)) == 16
         client = client_of(consumer)

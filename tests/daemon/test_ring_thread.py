@@ -56,7 +56,7 @@ def take_beside(consumer: Consumer, seconds: float) -> tuple[threading.Thread, l
 
 def _somebody_waits(name: str) -> bool:
     reply = ask_status(name)
-    return isinstance(reply, StatusReply) and any(client.waiting for client in reply.clients)
+    return isinstance(reply, StatusReply) and any(client.waiting for client in reply.daemon.leases)
 
 
 def put(name: str, key: str) -> None:

@@ -12,20 +12,10 @@ from trainers import Scene, Trainer, fleet_of, update
 from shmbus import Bus
 from shmbus.engines import EngineError, UpdateRolledBackError
 from shmbus.engines.rows import RankRows
-from shmbus.engines.state_kinds import STATE_KINDS, vllm_refusal
+from shmbus.engines.state_kinds import vllm_refusal
 from shmbus.pool import PoolReader
 
 pytest_plugins = ["engine_fixtures"]
-
-PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
-
-
-def test_the_page_has_the_table_of_the_code() -> None:
-    rows = [f"| {' | '.join(kind)} |" for kind in STATE_KINDS]
-    table = (
-        PAGE.read_text().split("<!-- state kinds -->\n")[1].split("<!-- state kinds: end -->")[0]
-    )
-    assert table.splitlines()[2:] == rows
 
 
 @pytest.mark.parametrize(

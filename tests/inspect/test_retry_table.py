@@ -74,7 +74,7 @@ def test_a_claim_is_of_the_request_that_was_seen(bus_name: str) -> None:
         assert not _core.retry_unclaim(segment, 0, 7, 2)
         _core.retry_withdraw(segment, 0)
         assert _core.retry_requests(segment) == [] and not _core.retry_claim(segment, 0, 8, 1)
-        with pytest.raises(IndexError):
+        with pytest.raises(SystemError):
             _core.retry_withdraw(segment, _core.RETRY_ENTRIES)
         segment.close()
 

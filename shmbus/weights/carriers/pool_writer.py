@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from shmbus.pool import PoolPublisher, PoolSpec, VersionWrite, put_piece
+from shmbus.pool import PoolPublisher, PoolSpec, VersionWrite
 from shmbus.tensors.copy_plan import CopyPlan, settle_devices
 from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.registration import RegisteredSlots
@@ -222,7 +222,7 @@ class _PoolSink:
 
     def _put_part(self, part: PlacedBytes) -> None:
         """Write bytes to their place; if the version carries a patch, pack the differences."""
-        changes = put_piece(self._write, *part)
+        changes = self._write.put_piece(*part)
         if changes is None:
             self._compared = False
         else:

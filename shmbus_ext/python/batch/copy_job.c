@@ -201,10 +201,7 @@ static void end_if_unused(GatherThreadsObject *self) {
 }
 
 bool py_gather_threads_check(PyObject *object) {
-    if (object != Py_None && !Py_IS_TYPE(object, &GatherThreadsType)) {
-        return py_refuse(PyExc_TypeError, "threads: expected GatherThreads or None, got %.100s",
-                         Py_TYPE(object)->tp_name);
-    }
+    NEVER(object != Py_None && !Py_IS_TYPE(object, &GatherThreadsType), false);
     return true;
 }
 

@@ -40,10 +40,8 @@ static bool read_spec(struct extra *extra, PyObject *spec) {
                           &sizes)) {
         return false;
     }
-    if (kind < 0 || kind >= EXTRA_KINDS || (dtype != Py_None && !PyArray_DescrCheck(dtype))) {
-        return py_refuse(PyExc_ValueError, "field %R: expected a kind and a dtype, got %d and %R",
-                         extra->name, kind, dtype);
-    }
+    NEVER(kind < 0 || kind >= EXTRA_KINDS ||
+          (dtype != Py_None && !PyArray_DescrCheck(dtype)), false);
     extra->kind = (enum extra_kind)kind;
     extra->optional = optional != 0;
     if (dtype == Py_None) {
@@ -87,10 +85,7 @@ void py_extras_clear(struct extras *self) {
 }
 
 bool py_extras_read_destination(struct extras *self, PyObject *outs) {
-    if (PyTuple_GET_SIZE(outs) != self->count) {
-        return py_refuse(PyExc_TypeError, "outs: expected an array for each of %zd extra fields",
-                         self->count);
-    }
+    NEVER(PyTuple_GET_SIZE(outs) != self->count, false);
     for (Py_ssize_t e = 0; e < self->count; e++) {
         struct extra *extra = &self->fields[e];
         if (extra->row_bytes > 0 && extra->rows > (uint64_t)INT64_MAX / extra->row_bytes) {
@@ -302,10 +297,7 @@ static PyObject *plan_field(struct copy_plan *plan, const struct extras *extras,
                             Py_ssize_t count, uint64_t place, uint64_t width) {
     const struct extra *extra = &extras->fields[e];
     const uint64_t first = plan->done;
-    if (width == 0 || extra->row_bytes % width != 0 || place % width != 0) {
-        return PyErr_Format(PyExc_ValueError,
-                            "copy_table: expected a width that divides each row");
-    }
+    NEVER(width == 0 || extra->row_bytes % width != 0 || place % width != 0, NULL);
     for (Py_ssize_t i = 0; i < count; i++) {
         const struct extra_source *source = &extras->sources[i * extras->count + e];
         plan_copy(plan, extra, source, place, width);
@@ -326,9 +318,7 @@ PyObject *py_plan_copy_table(PackPlanObject *self, PyObject *args) {
     }
     struct copy_plan plan = {.shift = shift, .chunk_bytes = chunk_bytes};
     const uint64_t words = py_array_elements(memory);
-    if (chunk_bytes == 0 || PyTuple_GET_SIZE(places) != self->extras.count) {
-        return PyErr_Format(PyExc_ValueError, "copy_table: expected a place of each field");
-    }
+    NEVER(chunk_bytes == 0 || PyTuple_GET_SIZE(places) != self->extras.count, NULL);
     if (!py_plan_check(self) ||
         !py_check_array(memory, "memory", NPY_INT64, words, true, &plan.chunks)) {
         return NULL;

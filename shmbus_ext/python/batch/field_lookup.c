@@ -116,10 +116,7 @@ void py_prefetch_trajectory(const PyObject *item) {
 
 /* mapping_of(trajectory) -> (address, bytes, owning segment) of the trajectory's mapping. */
 static PyObject *py_mapping_of(PyObject *Py_UNUSED(module), PyObject *item) {
-    if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        return PyErr_Format(PyExc_TypeError, "expected a trajectory, got %.100s",
-                            Py_TYPE(item)->tp_name);
-    }
+    NEVER(!Py_IS_TYPE(item, &TrajectoryType), NULL);
     SegmentObject *segment = ((TrajectoryObject *)item)->holder->segment;
     return Py_BuildValue("KKO", U64((uintptr_t)segment->c.base), U64(segment->c.bytes),
                          (PyObject *)segment);

@@ -190,9 +190,7 @@ static PyObject *py_channel_ack(PyObject *Py_UNUSED(module), PyObject *args) {
         !py_channel_has_side(self, CHANNEL_RECEIVER)) {
         return NULL;
     }
-    if (self->memory == NULL) {
-        return PyErr_Format(PyExc_RuntimeError, "channel_ack: no message was received");
-    }
+    NEVER(self->memory == NULL, NULL);
     if (!py_channel_end_memory(self)) {
         return NULL;
     }

@@ -19,10 +19,7 @@ bool py_channel_has_side(ChannelObject *self, enum channel_side_name side) {
             "channel '%U': this handle is no side, or has left; open the channel again",
             self->base.name);
     }
-    if (self->c.side != (int32_t)side) {
-        return py_refuse(PyExc_RuntimeError, "channel '%U': this handle is not the %s",
-                         self->base.name, side == CHANNEL_SENDER ? "sender" : "receiver");
-    }
+    NEVER(self->c.side != (int32_t)side, false);
     return true;
 }
 
@@ -95,9 +92,7 @@ static PyObject *py_channel_open(PyTypeObject *type, PyObject *args) {
 }
 
 static bool is_side(unsigned int side) {
-    if (side >= CHANNEL_SIDES) {
-        return py_refuse(PyExc_ValueError, "side: expected 0 or 1, got %u", side);
-    }
+    NEVER(side >= CHANNEL_SIDES, false);
     return true;
 }
 
@@ -109,9 +104,7 @@ static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
         !py_companion_usable(&self->base)) {
         return NULL;
     }
-    if (self->c.side >= 0 || self->c.file.read_only) {
-        return PyErr_Format(PyExc_RuntimeError, "channel '%U': a handle is one side", self->base.name);
-    }
+    NEVER(self->c.side >= 0 || self->c.file.read_only, NULL);
     enum shared_status status =
         sides_claim(&self->c, (enum channel_side_name)side, label, (uint32_t)getpid());
     return status == SHARED_SYSTEM_ERROR

@@ -97,9 +97,7 @@ PyTypeObject ClientLeaseType = {
 
 static PyObject *pack_each(PyObject *items, size_t each,
                            void (*pack)(const TrajectoryObject *t, char *to)) {
-    if (!PyList_Check(items)) {
-        return PyErr_Format(PyExc_TypeError, "expected a list of trajectories");
-    }
+    NEVER(!PyList_Check(items), NULL);
     Py_ssize_t count = PyList_GET_SIZE(items);
     PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)each);
     for (Py_ssize_t i = 0; packed != NULL && i < count; i++) {

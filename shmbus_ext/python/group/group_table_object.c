@@ -239,29 +239,20 @@ bool py_group_lists_have_leased(const GroupListsObject *self, const PyObject *ob
 }
 
 static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *object) {
-    if (!py_group_lists_have_leased(self, object)) {
-        return (GroupEntryObject *)PyErr_Format(
-            PyExc_ValueError, "expected an entry under lease here, got %R", object);
-    }
+    NEVER(!py_group_lists_have_leased(self, object), NULL);
     return (GroupEntryObject *)object;
 }
 
 /* push(entry): append an unlisted entry to the ready list. */
 static PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
-    if (!Py_IS_TYPE(object, &GroupEntryType) ||
-        ((GroupEntryObject *)object)->place != ENTRY_NOWHERE) {
-        return PyErr_Format(PyExc_ValueError, "push: expected an entry that is in no list, got %R",
-                            object);
-    }
+    NEVER(!Py_IS_TYPE(object, &GroupEntryType) ||
+          ((GroupEntryObject *)object)->place != ENTRY_NOWHERE, NULL);
     py_group_lists_push_ready(self, (GroupEntryObject *)object);
     Py_RETURN_NONE;
 }
 
 static bool is_split(unsigned int split) {
-    if (split >= SHMBUS_MAX_SPLITS) {
-        return py_refuse(PyExc_ValueError, "split: expected less than %u, got %u",
-                         SHMBUS_MAX_SPLITS, split);
-    }
+    NEVER(split >= SHMBUS_MAX_SPLITS, false);
     return true;
 }
 
@@ -307,11 +298,8 @@ static PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *obje
 /* withdraw(entry): remove a ready entry from its list. */
 static PyObject *py_group_lists_withdraw(GroupListsObject *self, PyObject *object) {
     GroupEntryObject *entry = (GroupEntryObject *)object;
-    if (!Py_IS_TYPE(object, &GroupEntryType) || entry->lists != self ||
-        entry->place != ENTRY_READY) {
-        return PyErr_Format(PyExc_ValueError, "expected an entry that is ready here, got %R",
-                            object);
-    }
+    NEVER(!Py_IS_TYPE(object, &GroupEntryType) || entry->lists != self ||
+          entry->place != ENTRY_READY, NULL);
     py_group_entry_end(entry);
     Py_RETURN_NONE;
 }
@@ -405,10 +393,7 @@ static struct {
 static bool hash_key(struct group_key *key, PyObject *id, long long round, uint32_t split) {
     Py_ssize_t length = PyUnicode_GET_LENGTH(id) * (Py_ssize_t)PyUnicode_KIND(id);
     Py_hash_t hash = PyObject_Hash(id);
-    if (length > UINT16_MAX) {
-        return py_refuse(PyExc_ValueError, "key: expected at most %d bytes, got %zd", UINT16_MAX,
-                         length);
-    }
+    NEVER(length > UINT16_MAX, false);
     key->bytes = PyUnicode_DATA(id);
     key->length = (uint16_t)length;
     key->kind = (uint8_t)((uint32_t)PyUnicode_KIND(id) | split << KEY_KIND_BITS);
@@ -759,9 +744,7 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
 /* take_oldest() -> GroupEntry: remove the oldest entry, complete or not. */
 static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *Py_UNUSED(ignored)) {
     struct group_entry *entry = group_table_oldest(&self->c);
-    if (entry == NULL) {
-        return PyErr_Format(PyExc_IndexError, "take_oldest: the table is empty");
-    }
+    NEVER(entry == NULL, NULL);
     struct group_key at;
     PyObject *key = py_key_of(first_sample(entry));
     PyObject *taken = NULL;
@@ -791,9 +774,7 @@ static PyObject *py_group_table_gather(GroupTableObject *self, PyObject *args) {
         return NULL;
     }
     const Py_ssize_t count = PyList_GET_SIZE(samples);
-    if (count == 0) {
-        return PyErr_Format(PyExc_ValueError, "gather: expected samples, got none");
-    }
+    NEVER(count == 0, NULL);
     uint64_t nbytes = 0;
     if (!py_arrival_read(&first, PyList_GET_ITEM(samples, 0), false) ||
         (self->count_bytes && !py_sum_bytes(samples, &nbytes))) {
@@ -868,10 +849,7 @@ static PyObject *py_group_table_counts(GroupTableObject *self, PyObject *argumen
     if (PyErr_Occurred()) {
         return NULL;
     }
-    if (split >= SHMBUS_MAX_SPLITS) {
-        return PyErr_Format(PyExc_ValueError, "split: expected less than %u, got %lu",
-                            SHMBUS_MAX_SPLITS, split);
-    }
+    NEVER(split >= SHMBUS_MAX_SPLITS, NULL);
     const struct open_count *open = &self->open[split];
     const struct entry_list *ready = &self->lists.ready[split];
     return Py_BuildValue("(KKKKKK)", U64(open->groups), U64(open->cells), U64(ready->groups),
@@ -894,10 +872,7 @@ static int py_group_table_init(GroupTableObject *self, PyObject *args, PyObject 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$pp", names, &count_bytes, &judged)) {
         return -1;
     }
-    if (self->c.buckets != NULL) {
-        PyErr_SetString(PyExc_TypeError, "this table is initialised already");
-        return -1;
-    }
+    NEVER(self->c.buckets != NULL, -1);
     self->count_bytes = count_bytes != 0;
     self->judged = judged != 0;
     self->recent = PyDict_New();

@@ -10,10 +10,7 @@ static bool is_reader(PoolObject *pool) {
     if (!py_companion_usable(&pool->base)) {
         return false;
     }
-    if (pool->c.reader < 0) {
-        return py_refuse(PyExc_RuntimeError, "pool '%U': this handle is no reader",
-                         pool->base.name);
-    }
+    NEVER(pool->c.reader < 0, false);
     return true;
 }
 

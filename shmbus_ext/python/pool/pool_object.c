@@ -66,12 +66,7 @@ static PyObject *py_pool_open(PyTypeObject *type, PyObject *args) {
 }
 
 static bool has_no_role(PoolObject *self) {
-    if (self->c.rank >= 0 || self->c.reader >= 0 || self->c.file.read_only) {
-        return py_refuse(
-            PyExc_RuntimeError,
-            "pool '%U': a handle has one role, and this one has it: open another handle",
-            self->base.name);
-    }
+    NEVER(self->c.rank >= 0 || self->c.reader >= 0 || self->c.file.read_only, false);
     return true;
 }
 
@@ -82,10 +77,7 @@ static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
         !has_no_role(self)) {
         return NULL;
     }
-    if (rank >= POOL_MAX_RANKS) {
-        return PyErr_Format(PyExc_ValueError, "rank: expected 0 to %u, got %u", POOL_MAX_RANKS - 1,
-                            rank);
-    }
+    NEVER(rank >= POOL_MAX_RANKS, NULL);
     enum shared_status status = rows_claim_writer(&self->c, rank, label, (uint32_t)getpid());
     if (status == SHARED_OK) {
         Py_BEGIN_ALLOW_THREADS
@@ -135,9 +127,7 @@ static PyObject *py_pool_newest(PoolObject *self, PyObject *Py_UNUSED(ignored)) 
 }
 
 static bool parse_bell(PoolObject *self, unsigned int which) {
-    if (which >= POOL_BELLS) {
-        return py_refuse(PyExc_ValueError, "bell: expected 0 to %d, got %u", POOL_BELLS - 1, which);
-    }
+    NEVER(which >= POOL_BELLS, false);
     return py_companion_usable(&self->base);
 }
 
@@ -217,10 +207,7 @@ static PyObject *py_pool_piece_state(PoolObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KI", &sequence, &rank) || !py_companion_usable(&self->base)) {
         return NULL;
     }
-    if (rank >= POOL_MAX_RANKS) {
-        return PyErr_Format(PyExc_ValueError, "rank: expected 0 to %u, got %u", POOL_MAX_RANKS - 1,
-                            rank);
-    }
+    NEVER(rank >= POOL_MAX_RANKS, NULL);
     return PyLong_FromLong(publish_piece_state(&self->c, sequence, rank));
 }
 

@@ -72,10 +72,7 @@ static PyObject *py_pool_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     facts.bytes = bytes;
     facts.meta = PyBytes_AS_STRING(meta);
     facts.meta_bytes = (uint64_t)PyBytes_GET_SIZE(meta);
-    if (pool->c.rank != 0) {
-        return PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is not rank 0",
-                            pool->base.name);
-    }
+    NEVER(pool->c.rank != 0, NULL);
     if (bytes > pool->c.slot_bytes || facts.meta_bytes > pool->c.meta_bytes || facts.ranks < 1 ||
         facts.ranks > POOL_MAX_RANKS) {
         return PyErr_Format(PyExc_ValueError,
@@ -110,10 +107,7 @@ static PyObject *py_pool_join(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!", &PoolType, &pool) || !py_companion_usable(&pool->base)) {
         return NULL;
     }
-    if (pool->c.rank < 1) {
-        return PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no rank above 0",
-                            pool->base.name);
-    }
+    NEVER(pool->c.rank < 1, NULL);
     PoolWriteObject *self = (PoolWriteObject *)py_pool_write_new(pool, 0, true, NULL);
     if (self == NULL) {
         return NULL;

@@ -433,9 +433,7 @@ PyObject *py_writer_take_requests(WriterObject *self, PyObject *args) {
 
 bool py_take_claim(const WriterObject *self, PyObject *object, struct request_claim *claim) {
     unsigned long long number, word;
-    if (!PyTuple_Check(object)) {
-        return py_refuse(PyExc_TypeError, "expected the claim of a request");
-    }
+    NEVER(!PyTuple_Check(object), false);
     if (!PyArg_ParseTuple(object, "KKIII", &number, &word, &claim->row, &claim->cell,
                           &claim->index)) {
         return false;
@@ -445,9 +443,7 @@ bool py_take_claim(const WriterObject *self, PyObject *object, struct request_cl
                     ? claim->row < SHMBUS_RETRY_ENTRIES
                     : claim->row < parts->row_count &&
                           claim->cell < parts->block_count * SHMBUS_REQUEST_CELLS_A_BLOCK;
-    if (!fits) {
-        return py_refuse(PyExc_IndexError, "claim: the request lane of this bus has no such cell");
-    }
+    NEVER(!fits, false);
     claim->number = number;
     claim->word = word;
     return true;

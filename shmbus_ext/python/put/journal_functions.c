@@ -23,9 +23,7 @@ SEGMENT_FUNCTION(py_relay_begin, py_take_writable) {
 
 /* relay_bind(writer): register the writer's lane as the sink's. */
 static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
-    if (!PyObject_TypeCheck(object, &WriterType)) {
-        return PyErr_Format(PyExc_TypeError, "expected a Writer");
-    }
+    NEVER(!PyObject_TypeCheck(object, &WriterType), NULL);
     WriterObject *writer = (WriterObject *)object;
     if (!py_writer_usable(writer)) {
         return NULL;
@@ -36,16 +34,11 @@ static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
 
 /* Check packed entries against the journal's size; `new_too` permits RELAY_NEW. */
 static bool entries_hold(const SegmentObject *segment, const Py_buffer *packed, bool new_too) {
-    if (packed->len % (Py_ssize_t)sizeof(uint32_t) != 0) {
-        return py_refuse(PyExc_ValueError, "entries: expected 4 bytes each");
-    }
+    NEVER(packed->len % (Py_ssize_t)sizeof(uint32_t) != 0, false);
     for (Py_ssize_t i = 0; i < packed->len; i += (Py_ssize_t)sizeof(uint32_t)) {
         uint32_t entry;
         memcpy(&entry, (const uint8_t *)packed->buf + i, sizeof entry);
-        if (entry >= segment->c.relay_entry_count && !(new_too && entry == RELAY_NEW)) {
-            return py_refuse(PyExc_ValueError, "entry: expected less than %u, got %u",
-                             segment->c.relay_entry_count, entry);
-        }
+        NEVER(entry >= segment->c.relay_entry_count && !(new_too && entry == RELAY_NEW), false);
     }
     return true;
 }
@@ -263,10 +256,7 @@ static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
                           &PyTuple_Type, &figures)) {
         return NULL;
     }
-    if (PyTuple_GET_SIZE(figures) > (Py_ssize_t)SHMBUS_RELAY_FIGURES) {
-        return PyErr_Format(PyExc_ValueError,
-                            "figures: there are more than the journal has room for");
-    }
+    NEVER(PyTuple_GET_SIZE(figures) > (Py_ssize_t)SHMBUS_RELAY_FIGURES, NULL);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(figures); i++) {
         unsigned long long figure = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(figures, i));
         if (figure == (unsigned long long)-1 && PyErr_Occurred()) {

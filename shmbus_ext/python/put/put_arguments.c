@@ -486,9 +486,7 @@ bool py_arguments_finish_head(struct put_arguments *self) {
         if (self->meta_encoded == NULL) {
             return false;
         }
-        if (!PyBytes_Check(self->meta_encoded)) {
-            return py_refuse(PyExc_TypeError, "meta: the encoder must give bytes");
-        }
+        NEVER(!PyBytes_Check(self->meta_encoded), false);
         self->spec.meta_bytes = (uint64_t)PyBytes_GET_SIZE(self->meta_encoded);
     }
     return true;

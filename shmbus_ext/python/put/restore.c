@@ -42,10 +42,7 @@ static int py_restorer_init(RestorerObject *self, PyObject *args, PyObject *kwar
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &SegmentType, &segment)) {
         return -1;
     }
-    if (self->segment != NULL) {
-        PyErr_SetString(PyExc_TypeError, "this restorer is initialised already");
-        return -1;
-    }
+    NEVER(self->segment != NULL, -1);
     self->segment = (SegmentObject *)Py_NewRef(segment);
     struct segment *c = &self->segment->c;
     if (!py_segment_usable(self->segment, "handle")) {
@@ -308,9 +305,7 @@ static bool restore_slot(struct segment *segment, PyObject *row) {
                           &aborted)) {
         return false;
     }
-    if (slot >= segment->max_producers) {
-        return py_refuse(PyExc_ValueError, "slot %u: the bus has %u", slot, segment->max_producers);
-    }
+    NEVER(slot >= segment->max_producers, false);
     struct producer_slot *to = &segment->slots[slot];
     size_t length = strlen(label);
     memcpy(to->label, label, length < SHMBUS_LABEL_BYTES ? length : SHMBUS_LABEL_BYTES - 1);
@@ -333,9 +328,7 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
         return NULL;
     }
     struct segment *segment = &self->segment->c;
-    if (PyTuple_GET_SIZE(released) != SHMBUS_REASONS) {
-        return PyErr_Format(PyExc_ValueError, "released: expected %d counts", SHMBUS_REASONS);
-    }
+    NEVER(PyTuple_GET_SIZE(released) != SHMBUS_REASONS, NULL);
     for (int i = 0; i < SHMBUS_REASONS; i++) {
         unsigned long long count = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(released, i));
         if (count == (unsigned long long)-1 && PyErr_Occurred()) {
@@ -366,9 +359,7 @@ static PyObject *py_restorer_ancestors(RestorerObject *self, PyObject *rows) {
         return NULL;
     }
     const Py_ssize_t count = PyList_Check(rows) ? PyList_GET_SIZE(rows) : -1;
-    if (count < 0) {
-        return PyErr_Format(PyExc_TypeError, "ancestors: expected a list");
-    }
+    NEVER(count < 0, NULL);
     const Py_ssize_t skipped = Py_MAX(count - (Py_ssize_t)SHMBUS_ANCESTORS, 0);
     for (Py_ssize_t i = skipped; i < count; i++) {
         const char *identity;
@@ -377,10 +368,7 @@ static PyObject *py_restorer_ancestors(RestorerObject *self, PyObject *rows) {
         if (!PyArg_ParseTuple(PyList_GET_ITEM(rows, i), "y#K", &identity, &size, &producers)) {
             return NULL;
         }
-        if (size != SHMBUS_IDENTITY_BYTES) {
-            return PyErr_Format(PyExc_ValueError, "identity: expected %u bytes, got %zd",
-                                SHMBUS_IDENTITY_BYTES, size);
-        }
+        NEVER(size != SHMBUS_IDENTITY_BYTES, NULL);
         struct bus_ancestor *to = &self->segment->c.header->ancestors[i - skipped];
         memcpy(to->identity, identity, SHMBUS_IDENTITY_BYTES);
         to->producers = producers;
@@ -396,9 +384,7 @@ static PyObject *py_restorer_split(RestorerObject *self, PyObject *args) {
         !PyArg_ParseTuple(args, "IKK", &number, &acked, &dropped)) {
         return NULL;
     }
-    if (number >= SHMBUS_MAX_SPLITS) {
-        return PyErr_Format(PyExc_ValueError, "split %u: a bus has %u", number, SHMBUS_MAX_SPLITS);
-    }
+    NEVER(number >= SHMBUS_MAX_SPLITS, NULL);
     struct split_entry *entry = &self->segment->c.splits[number];
     atomic_store_explicit(&entry->acked, acked, memory_order_relaxed);
     atomic_store_explicit(&entry->dropped, dropped, memory_order_relaxed);

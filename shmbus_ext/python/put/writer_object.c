@@ -50,10 +50,7 @@ static int py_writer_init(WriterObject *self, PyObject *args, PyObject *kwargs) 
                                      &checksum)) {
         return -1;
     }
-    if (self->segment != NULL) {
-        PyErr_SetString(PyExc_TypeError, "this Producer is initialised already");
-        return -1;
-    }
+    NEVER(self->segment != NULL, -1);
     self->segment = (SegmentObject *)Py_NewRef(segment);
     list_init(&self->reservations);
     if (!py_segment_usable(self->segment, "handle") ||
@@ -137,10 +134,7 @@ static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *arg
 static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                   PyObject *kwnames) {
     struct request_claim claim;
-    if (count < 2) {
-        return PyErr_Format(PyExc_TypeError,
-                            "_answer: expected a claim, flags, and put's arguments");
-    }
+    NEVER(count < 2, NULL);
     int64_t flags;
     if (!py_writer_usable(self) || !py_take_claim(self, args[0], &claim) ||
         !py_take_integer(args[1], "flags", 0, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, &flags)) {
@@ -223,9 +217,7 @@ static PyObject *py_writer_watch_waits(WriterObject *self, PyObject *args) {
 
 /* _declare(schema or None): check later puts against the schema. */
 static PyObject *py_writer_declare(WriterObject *self, PyObject *schema) {
-    if (schema != Py_None && !PyObject_TypeCheck(schema, &DeclaredSchemaType)) {
-        return PyErr_Format(PyExc_TypeError, "expected a DeclaredSchema or None");
-    }
+    NEVER(schema != Py_None && !PyObject_TypeCheck(schema, &DeclaredSchemaType), NULL);
     Py_XSETREF(self->declared,
                schema == Py_None ? NULL : (DeclaredSchemaObject *)Py_NewRef(schema));
     Py_RETURN_NONE;

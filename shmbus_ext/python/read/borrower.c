@@ -230,10 +230,7 @@ static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwar
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!", names, &SegmentType, &segment)) {
         return -1;
     }
-    if (self->segment != NULL) {
-        PyErr_SetString(PyExc_TypeError, "this borrower is initialised already");
-        return -1;
-    }
+    NEVER(self->segment != NULL, -1);
     if (!py_holder_init((HolderObject *)self, segment, &borrower_kind) ||
         !py_segment_usable(segment, "handle")) {
         return -1;
@@ -259,10 +256,7 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
     if (PyErr_Occurred() || !py_borrower_usable(self)) {
         return NULL;
     }
-    if (client >= SHMBUS_MAX_CLIENTS) {
-        return PyErr_Format(PyExc_ValueError, "client: expected 0 to %u, got %lu",
-                            SHMBUS_MAX_CLIENTS - 1, client);
-    }
+    NEVER(client >= SHMBUS_MAX_CLIENTS, NULL);
     if (!py_borrower_move_locks(self, (uint32_t)client)) {
         return NULL;
     }
@@ -438,9 +432,7 @@ static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
         !py_borrower_usable(self)) {
         return NULL;
     }
-    if (!PyType_IsSubtype((PyTypeObject *)kind, &GroupBaseType)) {
-        return PyErr_Format(PyExc_TypeError, "kind: expected a type that is made of GroupBase");
-    }
+    NEVER(!PyType_IsSubtype((PyTypeObject *)kind, &GroupBaseType), NULL);
     PyObject *groups = PyList_New(0);
     long long step = 0;
     while (groups != NULL && (limit < 0 || PyList_GET_SIZE(groups) < limit)) {
@@ -473,10 +465,7 @@ static bool own_lease(const BorrowerObject *self, PyObject *item) {
 }
 
 static bool require_lease(const BorrowerObject *self, PyObject *item) {
-    if (!own_lease(self, item)) {
-        return py_refuse(PyExc_TypeError, "expected a lease of this Consumer, got %s",
-                         Py_TYPE(item)->tp_name);
-    }
+    NEVER(!own_lease(self, item), false);
     return true;
 }
 
@@ -580,9 +569,7 @@ static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *arg
 
 /* give_back_ready(all) -> list of int: likewise for every ready lease. */
 static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *all) {
-    if (!PyDict_Check(all)) {
-        return PyErr_Format(PyExc_TypeError, "give_back_ready: expected a dict of leases");
-    }
+    NEVER(!PyDict_Check(all), NULL);
     PyObject *numbers = py_borrower_usable(self) ? PyList_New(0) : NULL;
     ClientLeaseObject *lease;
     while (numbers != NULL && (lease = py_borrower_pop_ready(self)) != NULL) {
@@ -627,9 +614,7 @@ static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
 
 /* forget(leases): unlock leases confirmed by the daemon, lost, or given back. */
 static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
-    if (!PyList_Check(leases)) {
-        return PyErr_Format(PyExc_TypeError, "forget: expected a list of leases");
-    }
+    NEVER(!PyList_Check(leases), NULL);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
         if (!require_lease(self, PyList_GET_ITEM(leases, i))) {
             return NULL;

@@ -86,10 +86,7 @@ static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!s", names, &SegmentType, &segment, &label)) {
         return -1;
     }
-    if (self->segment != NULL) {
-        PyErr_SetString(PyExc_TypeError, "this reader is initialised already");
-        return -1;
-    }
+    NEVER(self->segment != NULL, -1);
     if (!py_holder_init((HolderObject *)self, (SegmentObject *)segment, &reader_kind)) {
         return -1;
     }
@@ -282,20 +279,13 @@ static PyObject *py_reader_wake(ReaderObject *self, PyObject *Py_UNUSED(ignored)
 }
 
 static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
-    if (!Py_IS_TYPE(item, &TrajectoryType) ||
-        ((TrajectoryObject *)item)->holder != (HolderObject *)self) {
-        return (TrajectoryObject *)PyErr_Format(
-            PyExc_TypeError, "expected trajectories of this Consumer, got %.100s",
-            Py_TYPE(item)->tp_name);
-    }
+    NEVER(!Py_IS_TYPE(item, &TrajectoryType) ||
+          ((TrajectoryObject *)item)->holder != (HolderObject *)self, NULL);
     return (TrajectoryObject *)item;
 }
 
 static bool is_reason(int reason) {
-    if (reason < 0 || reason >= SHMBUS_REASONS) {
-        return py_refuse(PyExc_ValueError, "release: expected a reason of 0 to %d, got %d",
-                         SHMBUS_REASONS - 1, reason);
-    }
+    NEVER(reason < 0 || reason >= SHMBUS_REASONS, false);
     return true;
 }
 
@@ -306,10 +296,7 @@ static bool can_release(ReaderObject *self, PyObject *items) {
         if (t == NULL) {
             return false;
         }
-        if (t->released) {
-            return py_refuse(PyExc_ValueError, "trajectory %R[%S] was released before",
-                             t->instance_id, t->index);
-        }
+        NEVER(t->released, false);
     }
     return true;
 }
@@ -359,10 +346,7 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &items, &reason) || !py_reader_usable(self)) {
         return NULL;
     }
-    if (PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE) {
-        return PyErr_Format(PyExc_ValueError, "release: expected at most %u trajectories, got %zd",
-                            SHMBUS_MAX_GROUP_SIZE, PyList_GET_SIZE(items));
-    }
+    NEVER(PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE, NULL);
     if (!py_reader_release_all(self, items, reason)) {
         return NULL;
     }
@@ -436,9 +420,7 @@ static PyObject *py_reader_stragglers(ReaderObject *self, PyObject *argument) {
 /* evacuate(trajectories) -> runs freed. Move the listed records of sparse runs: at most half of the
  * run alive, every live record in this list, no view out. */
 static PyObject *py_reader_evacuate(ReaderObject *self, PyObject *items) {
-    if (!PyList_Check(items)) {
-        return PyErr_Format(PyExc_TypeError, "evacuate: expected a list of trajectories");
-    }
+    NEVER(!PyList_Check(items), NULL);
     if (!py_reader_usable(self)) {
         return NULL;
     }
@@ -558,10 +540,7 @@ void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
 
 /* note(table): publish this consumer's counts for other processes. */
 static PyObject *py_reader_note(ReaderObject *self, PyObject *argument) {
-    if (!Py_IS_TYPE(argument, &GroupTableType)) {
-        return PyErr_Format(PyExc_TypeError, "note: expected GroupTable, got %.100s",
-                            Py_TYPE(argument)->tp_name);
-    }
+    NEVER(!Py_IS_TYPE(argument, &GroupTableType), NULL);
     if (!py_reader_usable(self)) {
         return NULL;
     }

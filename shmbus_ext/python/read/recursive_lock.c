@@ -60,9 +60,7 @@ static PyObject *py_recursive_lock_enter(RecursiveLockObject *self, PyObject *Py
 
 static PyObject *py_recursive_lock_exit(RecursiveLockObject *self, PyObject *const *Py_UNUSED(args),
                                         Py_ssize_t Py_UNUSED(count)) {
-    if (self->depth == 0 || self->owner != PyThread_get_thread_ident()) {
-        return PyErr_Format(PyExc_RuntimeError, "this thread does not hold the guard");
-    }
+    NEVER(self->depth == 0 || self->owner != PyThread_get_thread_ident(), NULL);
     py_recursive_lock_release(self);
     Py_RETURN_NONE;
 }

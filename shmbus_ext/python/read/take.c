@@ -287,10 +287,7 @@ static int py_intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) 
     static char *names[] = {"reader", "table",   "lock",     "kind",    "on_due",          "lease",
                             "watch",  "portion", "portions", "watch_s", "group_timeout_s", NULL};
     PyObject *reader, *table, *lock, *kind, *call, *lease_call, *watch;
-    if (self->reader != NULL) {
-        PyErr_SetString(PyExc_TypeError, "this intake is initialised already");
-        return -1;
-    }
+    NEVER(self->reader != NULL, -1);
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!$OOOnndd", names, &ReaderType, &reader,
                                      &GroupTableType, &table, &RecursiveLockType, &lock,
                                      &PyType_Type, &kind, &call, &lease_call, &watch,
@@ -298,10 +295,7 @@ static int py_intake_init(IntakeObject *self, PyObject *args, PyObject *kwargs) 
                                      &self->group_timeout_s)) {
         return -1;
     }
-    if (!PyType_IsSubtype((PyTypeObject *)kind, &GroupBaseType)) {
-        PyErr_SetString(PyExc_TypeError, "kind: expected a type that is made of GroupBase");
-        return -1;
-    }
+    NEVER(!PyType_IsSubtype((PyTypeObject *)kind, &GroupBaseType), -1);
     self->left = PyList_New(0);
     if (self->left == NULL) {
         return -1;

@@ -80,9 +80,7 @@ static PyObject *pack_origin(const uint8_t *identity, uint64_t producer_id, uint
 
 /* record_origins(trajectories) -> list[bytes]: identity per record, unique across buses. */
 static PyObject *py_record_origins(PyObject *Py_UNUSED(module), PyObject *items) {
-    if (!PyList_Check(items)) {
-        return PyErr_Format(PyExc_TypeError, "record_origins: expected a list of trajectories");
-    }
+    NEVER(!PyList_Check(items), NULL);
     PyObject *origins = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
         const TrajectoryObject *t = readable(PyList_GET_ITEM(items, i));
@@ -118,9 +116,7 @@ static PyObject *lasting_of(const TrajectoryObject *t) {
 }
 
 static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items) {
-    if (!PyList_Check(items)) {
-        return PyErr_Format(PyExc_TypeError, "lasting_origins: expected a list of trajectories");
-    }
+    NEVER(!PyList_Check(items), NULL);
     PyObject *origins = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
         PyObject *item = PyList_GET_ITEM(items, i), *found = NULL;
@@ -173,9 +169,7 @@ static PyObject *py_leased_members(PyObject *Py_UNUSED(module), PyObject *argume
 
 /* forget_leased(samples): treat marked samples like unmarked samples from now on. */
 static PyObject *py_forget_leased(PyObject *Py_UNUSED(module), PyObject *items) {
-    if (!PyList_Check(items)) {
-        return PyErr_Format(PyExc_TypeError, "forget_leased: expected a list of samples");
-    }
+    NEVER(!PyList_Check(items), NULL);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
         if (Py_IS_TYPE(item, &TrajectoryType)) {

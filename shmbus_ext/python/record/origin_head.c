@@ -198,9 +198,7 @@ static bool append(struct sink *to, struct head_row *row, PyObject *id, PyObject
 }
 
 static bool append_head(struct sink *to, PyObject *item) {
-    if (!Py_IS_TYPE(item, &OriginHeadType)) {
-        return py_refuse(PyExc_TypeError, "expected heads, got %.100s", Py_TYPE(item)->tp_name);
-    }
+    NEVER(!Py_IS_TYPE(item, &OriginHeadType), false);
     const OriginHeadObject *head = (OriginHeadObject *)item;
     struct head_row row = {
         .round = head->round,

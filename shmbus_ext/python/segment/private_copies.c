@@ -77,9 +77,7 @@ void py_copies_lock_instead(const struct segment *segment, const struct list_lin
  *
  * Invariant: the search takes no lock and disturbs no holder. */
 PyObject *py_locks_held(const struct segment *segment, unsigned int kind) {
-    if (kind > SHMBUS_MAX_CLIENTS) {
-        return PyErr_Format(PyExc_ValueError, "locks_held: kind %u out of range", kind);
-    }
+    NEVER(kind > SHMBUS_MAX_CLIENTS, NULL);
     int64_t base = kind == 0 ? SHMBUS_LOCK_VIEW
                              : SHMBUS_LOCK_LEASE + (int64_t)(kind - 1) * SHMBUS_MAX_EXTENTS;
     int64_t end = base + SHMBUS_MAX_EXTENTS;

@@ -12,20 +12,16 @@
 static bool parse_offer(PyObject *item, struct request_offer *offer) {
     Py_ssize_t id_bytes, prompt_bytes;
     const char *id, *prompt;
-    if (!PyTuple_Check(item)) {
-        return py_refuse(PyExc_TypeError, "expected an offer as a tuple");
-    }
+    NEVER(!PyTuple_Check(item), false);
     if (!PyArg_ParseTuple(item, "y#O&IIIIy#", &id, &id_bytes, py_take_round, &offer->round,
                           &offer->split, &offer->group_size, &offer->need, &offer->level, &prompt,
                           &prompt_bytes)) {
         return false;
     }
-    if (id_bytes < 1 || id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
-        offer->split >= SHMBUS_MAX_SPLITS ||
-        offer->group_size < 1 || offer->group_size > SHMBUS_MAX_GROUP_SIZE || offer->need < 1 ||
-        offer->need > offer->group_size || offer->level >= SHMBUS_REQUEST_LEVELS) {
-        return py_refuse(PyExc_ValueError, "this request does not fit into a row");
-    }
+    NEVER(id_bytes < 1 || id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
+          offer->split >= SHMBUS_MAX_SPLITS || offer->group_size < 1 ||
+          offer->group_size > SHMBUS_MAX_GROUP_SIZE || offer->need < 1 ||
+          offer->need > offer->group_size || offer->level >= SHMBUS_REQUEST_LEVELS, false);
     offer->id = id;
     offer->prompt = prompt;
     offer->id_bytes = (uint32_t)id_bytes;
@@ -64,9 +60,7 @@ static PyObject *py_request_offer(PyObject *Py_UNUSED(module), PyObject *args) {
             return PyErr_Occurred() ? NULL : Py_BuildValue("(Ii)", 0, -2);
         }
     }
-    if (segment->c.read_only || count == 0) {
-        return PyErr_Format(PyExc_ValueError, "expected offers, and a segment that can be written");
-    }
+    NEVER(segment->c.read_only || count == 0, NULL);
     uint64_t number = 0;
     /* Keep the interpreter lock: two threads of one handle share its file lock. */
     enum request_feed status = request_offer(&segment->c, offers, count, &done, &number);
@@ -123,53 +117,42 @@ static bool take_row(PyObject *args, SegmentObject **segment, unsigned int *row,
     if (!PyArg_ParseTuple(args, "O&IK", py_take_segment, segment, row, number)) {
         return false;
     }
-    if (*row >= (*segment)->c.requests.row_count) {
-        return py_refuse(PyExc_IndexError, "row: the request lane has no such row");
-    }
+    NEVER(*row >= (*segment)->c.requests.row_count, false);
     return true;
 }
 
-static PyObject *change_row(PyObject *args, void (*change)(struct segment *, uint32_t, uint64_t)) {
-    SegmentObject *segment;
-    unsigned int row;
-    unsigned long long number;
-    if (!take_row(args, &segment, &row, &number)) {
-        return NULL;
-    }
-    change(&segment->c, row, number);
+/* Define a function of a segment, a row, and a request's number; its body follows. */
+#define ROW_FUNCTION(name)                                                                       \
+    static PyObject *name##_of(SegmentObject *segment, uint32_t row, uint64_t number);           \
+    static PyObject *name(PyObject *Py_UNUSED(module), PyObject *args) {                         \
+        SegmentObject *segment;                                                                  \
+        unsigned int row;                                                                        \
+        unsigned long long number;                                                               \
+        return take_row(args, &segment, &row, &number) ? name##_of(segment, row, number) : NULL; \
+    }                                                                                            \
+    static PyObject *name##_of(SegmentObject *segment, uint32_t row, uint64_t number)
+
+/* request_close(segment, row, number): hand out no more of its samples; for the collector. */
+ROW_FUNCTION(py_request_close) {
+    request_close(&segment->c, row, number);
     Py_RETURN_NONE;
 }
 
-/* request_close(segment, row, number): hand out no more of its samples; for the collector. */
-static PyObject *py_request_close(PyObject *Py_UNUSED(module), PyObject *args) {
-    return change_row(args, request_close);
-}
-
 /* request_end(segment, row, number): mark the group as ended; for the collector. */
-static PyObject *py_request_end(PyObject *Py_UNUSED(module), PyObject *args) {
-    return change_row(args, request_end);
+ROW_FUNCTION(py_request_end) {
+    request_end(&segment->c, row, number);
+    Py_RETURN_NONE;
 }
 
 /* request_send(segment, row, number) -> int: pass the row's open samples to other nodes and return
  * their number. */
-static PyObject *py_request_send(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    unsigned int row;
-    unsigned long long number;
-    return take_row(args, &segment, &row, &number)
-               ? PyLong_FromUnsignedLong(request_send(&segment->c, row, number))
-               : NULL;
+ROW_FUNCTION(py_request_send) {
+    return PyLong_FromUnsignedLong(request_send(&segment->c, row, number));
 }
 
 /* request_answered(segment, row, number) -> bool: True if open, with a sample already made. */
-static PyObject *py_request_answered(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    unsigned int row;
-    unsigned long long number;
+ROW_FUNCTION(py_request_answered) {
     struct request_counts counts;
-    if (!take_row(args, &segment, &row, &number)) {
-        return NULL;
-    }
     return PyBool_FromLong(request_count(&segment->c, row, number, &counts) && counts.done > 0);
 }
 
@@ -202,12 +185,8 @@ PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t num
 
 /* request_text(segment, row, number) -> (id, round, split, group_size, need, level, offered_ns,
  * prompt_at, data), or None for an ended request; the prompt is data[prompt_at:]. */
-static PyObject *py_request_text(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    unsigned int row;
-    unsigned long long number;
-    return take_row(args, &segment, &row, &number) ? py_describe_request(segment, row, number)
-                                                   : NULL;
+ROW_FUNCTION(py_request_text) {
+    return py_describe_request(segment, row, number);
 }
 
 /* request_rows(segment) -> list of (row, number, admitted, open, claimed, done) */
@@ -229,41 +208,47 @@ SEGMENT_FUNCTION(py_request_rows, py_take_segment) {
     return found;
 }
 
-/* Find the oldest open request of (segment, id, round, split) and store its number, 0 if missing;
- * false with an exception. */
-static bool find_row(PyObject *args, SegmentObject **segment, uint32_t *row, uint64_t *number) {
+/* A group's name, as arguments (segment, id, round, split number). */
+struct group_name {
+    SegmentObject *segment;
     const char *id;
     Py_ssize_t id_bytes;
     int64_t round;
     unsigned int split;
-    if (!PyArg_ParseTuple(args, "O&s#O&I", py_take_segment, segment, &id, &id_bytes, py_take_round,
-                          &round, &split)) {
-        return false;
-    }
-    *number = request_find(&(*segment)->c, id, (uint32_t)id_bytes, round, split, row);
-    return true;
+};
+
+static bool take_group(PyObject *args, struct group_name *group) {
+    return PyArg_ParseTuple(args, "O&s#O&I", py_take_segment, &group->segment, &group->id,
+                            &group->id_bytes, py_take_round, &group->round, &group->split);
+}
+
+/* Define a function of a named group; its body follows. */
+#define GROUP_FUNCTION(name)                                                                     \
+    static PyObject *name##_of(SegmentObject *segment, const struct group_name *group);          \
+    static PyObject *name(PyObject *Py_UNUSED(module), PyObject *args) {                         \
+        struct group_name group;                                                                 \
+        return take_group(args, &group) ? name##_of(group.segment, &group) : NULL;               \
+    }                                                                                            \
+    static PyObject *name##_of(SegmentObject *segment, const struct group_name *group)
+
+/* Find the oldest open request of a group; return its number, 0 if missing. */
+static uint64_t find_row(const struct group_name *group, uint32_t *row) {
+    return request_find(&group->segment->c, group->id, (uint32_t)group->id_bytes, group->round,
+                        group->split, row);
 }
 
 /* request_find(segment, id, round, split) -> request_text of the oldest open request, or None. */
-static PyObject *py_request_find(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
+GROUP_FUNCTION(py_request_find) {
     uint32_t row;
-    uint64_t number;
-    if (!find_row(args, &segment, &row, &number)) {
-        return NULL;
-    }
+    uint64_t number = find_row(group, &row);
     return number == 0 ? Py_NewRef(Py_None) : py_describe_request(segment, row, number);
 }
 
 /* request_revoke(segment, id, round, split) -> int or None: number of samples of the oldest open
  * request taken from their owners; None without an open request. */
-static PyObject *py_request_revoke(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
+GROUP_FUNCTION(py_request_revoke) {
     uint32_t row;
-    uint64_t number;
-    if (!find_row(args, &segment, &row, &number)) {
-        return NULL;
-    }
+    uint64_t number = find_row(group, &row);
     return number == 0 ? Py_NewRef(Py_None)
                        : PyLong_FromUnsignedLong(request_revoke(&segment->c, row, number));
 }
@@ -343,43 +328,26 @@ SEGMENT_FUNCTION(py_lead_state, py_take_segment) {
                          (int)lead->max_versions - 1, U64(lead->a_version));
 }
 
-/* Parse (segment, id, round, split number) into a key. */
-static bool take_key(PyObject *args, SegmentObject **segment, uint64_t *key) {
-    const char *id;
-    Py_ssize_t id_bytes;
-    int64_t round;
-    unsigned int split;
-    if (!PyArg_ParseTuple(args, "O&s#O&I", py_take_segment, segment, &id, &id_bytes, py_take_round,
-                          &round, &split)) {
-        return false;
-    }
-    *key = lead_key(id, (uint32_t)id_bytes, round, split);
-    return true;
+static uint64_t key_of(const struct group_name *group) {
+    return lead_key(group->id, (uint32_t)group->id_bytes, group->round, group->split);
 }
 
 /* lead_leave(segment, id, round, split) -> bool: remove a delivered or otherwise ended group; True
  * if the group had a row. */
-static PyObject *py_lead_leave(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    uint64_t key;
-    return take_key(args, &segment, &key) ? PyBool_FromLong(lead_leave(&segment->c, key))
-                                                  : NULL;
+GROUP_FUNCTION(py_lead_leave) {
+    return PyBool_FromLong(lead_leave(&segment->c, key_of(group)));
 }
 
 /* lead_knows(segment, id, round, split) -> bool: True if the group has a row, so its samples need
  * not wait for admission. */
-static PyObject *py_lead_knows(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    uint64_t key;
-    return take_key(args, &segment, &key) ? PyBool_FromLong(lead_knows(&segment->c, key))
-                                                  : NULL;
+GROUP_FUNCTION(py_lead_knows) {
+    return PyBool_FromLong(lead_knows(&segment->c, key_of(group)));
 }
 
 /* lead_key(segment, id, round, split) -> int: the word of the group's row once settled. */
-static PyObject *py_lead_key(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    uint64_t key;
-    return take_key(args, &segment, &key) ? PyLong_FromUnsignedLongLong(key) : NULL;
+GROUP_FUNCTION(py_lead_key) {
+    (void)segment;
+    return PyLong_FromUnsignedLongLong(key_of(group));
 }
 
 /* lead_follow(segment, leased, ended): report groups under lease, and groups ended since the last
@@ -397,13 +365,14 @@ static PyObject *py_lead_follow(PyObject *Py_UNUSED(module), PyObject *args) {
 /* lead_settled(segment[, id, round, split]) -> {row: word} of groups, or of the named group, whose
  * first record is committed or will never come. */
 static PyObject *py_lead_settled(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    uint64_t key = 0;
+    struct group_name group;
     bool one = PyTuple_GET_SIZE(args) > 1;
-    if (one ? !take_key(args, &segment, &key)
-            : !PyArg_ParseTuple(args, "O&", py_take_segment, &segment)) {
+    if (one ? !take_group(args, &group)
+            : !PyArg_ParseTuple(args, "O&", py_take_segment, &group.segment)) {
         return NULL;
     }
+    SegmentObject *segment = group.segment;
+    uint64_t key = one ? key_of(&group) : 0;
     PyObject *found = PyDict_New();
     for (uint32_t row = 0; found != NULL && row < SHMBUS_LEAD_ROWS; row++) {
         row = one ? lead_find_settled(&segment->c, key, row) : row;
@@ -423,9 +392,7 @@ static PyObject *py_lead_free(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&IK", py_take_segment, &segment, &row, &word)) {
         return NULL;
     }
-    if (row >= SHMBUS_LEAD_ROWS) {
-        return PyErr_Format(PyExc_IndexError, "row: the admission table has no such row");
-    }
+    NEVER(row >= SHMBUS_LEAD_ROWS, NULL);
     lead_free(&segment->c, row, word);
     Py_RETURN_NONE;
 }

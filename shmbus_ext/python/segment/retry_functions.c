@@ -10,9 +10,7 @@ static bool take_entry(PyObject *args, const char *format, SegmentObject **segme
     if (!PyArg_ParseTuple(args, format, py_take_segment, segment, entry, first, second)) {
         return false;
     }
-    if (*entry >= SHMBUS_RETRY_ENTRIES) {
-        return py_refuse(PyExc_IndexError, "entry: the retry table has no such entry");
-    }
+    NEVER(*entry >= SHMBUS_RETRY_ENTRIES, false);
     return true;
 }
 
@@ -32,13 +30,11 @@ static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
                           &request.index, &request.attempt, &reason, &reason_bytes, &late)) {
         return NULL;
     }
-    if (entry >= SHMBUS_RETRY_ENTRIES || number == 0 || id_bytes < 1 ||
-        id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
-        reason_bytes > (Py_ssize_t)SHMBUS_RETRY_REASON_BYTES ||
-        request.split >= SHMBUS_MAX_SPLITS || request.need > request.group_size ||
-        request.group_size > SHMBUS_MAX_GROUP_SIZE) {
-        return PyErr_Format(PyExc_ValueError, "this request does not fit into an entry");
-    }
+    NEVER(entry >= SHMBUS_RETRY_ENTRIES || number == 0 || id_bytes < 1 ||
+          id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
+          reason_bytes > (Py_ssize_t)SHMBUS_RETRY_REASON_BYTES ||
+          request.split >= SHMBUS_MAX_SPLITS || request.need > request.group_size ||
+          request.group_size > SHMBUS_MAX_GROUP_SIZE, NULL);
     request.number = number;
     request.round = round;
     request.late = late;
@@ -99,24 +95,23 @@ SEGMENT_FUNCTION(py_retry_requests, py_take_segment) {
     return found;
 }
 
-static PyObject *py_retry_claim(PyObject *Py_UNUSED(module), PyObject *args) {
+static PyObject *change_claim(PyObject *args,
+                              bool (*change)(struct segment *, uint32_t, uint64_t, uint64_t)) {
     SegmentObject *segment;
     unsigned int entry;
     unsigned long long number, producer_id;
     if (!take_entry(args, "O&IKK", &segment, &entry, &number, &producer_id)) {
         return NULL;
     }
-    return PyBool_FromLong(request_claim_retry(&segment->c, entry, number, producer_id));
+    return PyBool_FromLong(change(&segment->c, entry, number, producer_id));
+}
+
+static PyObject *py_retry_claim(PyObject *Py_UNUSED(module), PyObject *args) {
+    return change_claim(args, request_claim_retry);
 }
 
 static PyObject *py_retry_unclaim(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    unsigned int entry;
-    unsigned long long number, producer_id;
-    if (!take_entry(args, "O&IKK", &segment, &entry, &number, &producer_id)) {
-        return NULL;
-    }
-    return PyBool_FromLong(retry_unclaim(&segment->c, entry, number, producer_id));
+    return change_claim(args, retry_unclaim);
 }
 
 /* retry_note(segment, open, groups_failed): publish the counts read first by other processes; for

@@ -358,11 +358,7 @@ static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
         !py_segment_usable(self, "handle")) {
         return NULL;
     }
-    if (self->c.read_only || length >= (Py_ssize_t)SHMBUS_PAUSE_REASON_BYTES) {
-        return PyErr_Format(PyExc_ValueError,
-                            "bus '%U': the reason of a pause takes at most %u bytes", self->name,
-                            SHMBUS_PAUSE_REASON_BYTES - 1);
-    }
+    NEVER(self->c.read_only || length >= (Py_ssize_t)SHMBUS_PAUSE_REASON_BYTES, NULL);
     struct bus_header *h = self->c.header;
     if (removal_happened(&self->c)) {
         py_segment_raise_removed(self);
