@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import shmbus
-from trainer_adapter import OnlineDataHandler
+from trainer_adapter import OnlineDataHandler, logprob_mismatch
 from trainer_adapter.attention import register_with_transformers, transformers_inputs
 from trainer_adapter.losses import policy_loss
 
@@ -194,9 +194,9 @@ def train(
     ) as handler:
         for step in range(1, steps + 1):
             batch = handler.next_batch(FIRST_BATCH_S)
-            loss = policy_loss(
-                token_logprobs(model, batch), batch.logprobs, batch.advantages, batch.loss_mask
-            )
+            logprobs = token_logprobs(model, batch)
+            handler.note_mismatch(logprob_mismatch(logprobs, batch))
+            loss = policy_loss(logprobs, batch.logprobs, batch.advantages, batch.loss_mask)
             optimizer.zero_grad()
             loss.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -210,7 +210,8 @@ def train(
             if step % 10 == 0 or step == steps:
                 print(
                     f"step {step}: reward {np.mean(rewards[-10:]):.3f}, "
-                    f"loss {loss.loss.item():.4f}, ratio {loss.mean_ratio.item():.3f}",
+                    f"loss {loss.loss.item():.4f}, ratio {loss.mean_ratio.item():.3f}, "
+                    f"|dlogp| {handler.metrics()['mismatch/mean']:.4f}",
                     flush=True,
                 )
         ledger = handler.stats()
