@@ -236,7 +236,7 @@ def test_corrections_mismatch_and_metrics_are_numbers(bus: Bus, producer: Produc
         doc_pages.run("docs/trainer.md", "importance_correction(", bus.name, **names)
         doc_pages.run(
             "docs/trainer.md", "logprob_mismatch(", bus.name, swap={'"cuda"': '"cpu"'},
-            model=None, logprobs_of=lambda _, part: part.logprobs, **names,
+            handler=handler, model=None, logprobs_of=lambda _, part: part.logprobs, **names,
         )  # fmt: skip
         doc_pages.run(
             "docs/trainer.md", "mlflow.log_metrics", bus.name, handler=handler, batch=batch, **names

@@ -504,7 +504,7 @@ TABLE = [
     Row(rounding_clips,
         r"Engine bfloat16, trainer float32: 90% of the logprob difference is rounding, and PPO's "
         r"clip removes the gradients of \d\d% of the tokens\. Run the trainer's forward pass in "
-        r"the engine's dtype, or publish the weights with rounding='stochastic' \(docs/trainer"),
+        r"the engine's dtype, or publish the weights with rounding='stochastic'\."),
     Row(measuring_trainer_dead, r"Nothing stands in the way: 1 producer,"),
     Row(one_failed, rf"{TRAINER_IS} waits for groups( and holds 1)?: .* with workers"),
     Row(paused, r"Paused for .* s: loading weights\. `shmbus resume test-.*` ends the pause"),
