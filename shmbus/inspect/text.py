@@ -77,6 +77,12 @@ def _head(status: BusStatus) -> str:
         )
     if status.space_wanted:
         lines.append("  a producer waits for space")
+    if (gap := status.mismatch) is not None and gap.mean is not None:
+        rounding = "" if gap.gap_share is None else f", {gap.gap_share:.0%} of that by rounding"
+        lines.append(
+            f"  logprobs of engine and trainer differ by {gap.mean:.4f} a token{rounding}; "
+            f"{gap.clipped or 0:.0%} of the tokens are clipped"
+        )
     if not status.in_use:
         lines.append("  no living process has it open: `shmbus gc` would remove it")
     return "\n".join(lines)

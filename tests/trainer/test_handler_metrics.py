@@ -21,6 +21,7 @@ from shmbus import Bus, Producer
 from shmbus.daemon.metrics import BusCollector
 from shmbus.data.status_types import MismatchStatus
 from shmbus.inspect.status import read_status
+from shmbus.inspect.text import status_text
 from trainer_adapter import LogprobMismatch, OnlineDataHandler, ScoredGroup
 from trainer_adapter.handler.metrics import KINDS, PENDING_BATCHES
 
@@ -209,6 +210,10 @@ def test_noted_differences_are_averaged_for_the_logger_and_the_newest_is_seen_be
         assert newest_figures == pytest.approx({**want, "mean": 0.3, "p99": 0.7, "clipped": 0.125})
         text = generate_latest(BusCollector(bus_name)).decode()
         assert f'shmbus_logprob_share{{bus="{bus_name}",kind="gap_share"}} 0.75' in text
+        shown = (
+            "logprobs of engine and trainer differ by 0.3000 a token, 75% of that by rounding; 12%"
+        )
+        assert shown in status_text(read_status(bus_name))
         device = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
         handler._metrics._copied = device  # still computes
         handler.note_mismatch(split)
