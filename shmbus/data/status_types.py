@@ -338,8 +338,10 @@ class DaemonStatus(msgspec.Struct, frozen=True):
 
 #: The weights of an inference server. behind: the pool has a newer version. loading: a load runs.
 #: unknown: no row proves a version, and samples of the server have no label. assumed: a recorder
-#: takes the trainer's version (`--assume-trainer-version`).
-EngineState: TypeAlias = Literal["serving", "behind", "loading", "unknown", "assumed"]
+#: takes the trainer's version (`--assume-trainer-version`). asleep, waking: by the fleet's note.
+EngineState: TypeAlias = Literal[
+    "serving", "behind", "loading", "unknown", "assumed", "asleep", "waking"
+]
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,6 +362,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: publication of the newest version.
     updated_s: float | None = None
     behind_s: float | None = None
+    #: Seconds since the begin of a sleep.
+    asleep_s: float | None = None
     #: Calls of recorders in flight, and health by recorders' probes: "up", "slow", "down". None and
     #: "" without a recorder.
     calls: int | None = None

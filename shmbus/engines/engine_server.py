@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -37,6 +37,9 @@ LEAST_KEY = 8
 #: Advice for errors explained only by the server.
 AGAIN = "look at the server's own log"
 
+#: Advice for sleeping servers.
+WAKE = "call EngineFleet.wake(publisher, version)"
+
 #: Warning about a draft model, after the name of the option that configures drafts.
 DRAFTS = (
     "{}: the draft model keeps the weights that the server was started with; answers are those of "
@@ -55,7 +58,11 @@ class _Card(msgspec.Struct):
 
 
 class EngineServer(Protocol):
-    """Required interface of a server. A verb raises EngineError unless it succeeded."""
+    """Required interface of a server. A verb raises EngineError unless it succeeded.
+
+    A server that sleeps also has `check_sleep`, `sleep`, `wake_weights` and `wake_cache`, as in
+    `VllmServer`.
+    """
 
     #: Bus of the server's own node with its weights; None for the fleet's bus.
     bus: str | None
@@ -344,6 +351,13 @@ def checked_addresses(servers: Sequence[Addressed]) -> list[str]:
                 f"servers: expected servers such as VllmServer(url), got {type(server).__name__}"
             )
     return [server.address for server in servers]
+
+
+def require_awake(servers: Sequence[Addressed], asleep: Collection[str], step: str) -> None:
+    """Raise EngineError for a step that sleeping servers cannot take."""
+    there = [server.address for server in servers if server.address in asleep]
+    if there:
+        raise EngineError(", ".join(there), step, None, "asleep", f"{WAKE} first")
 
 
 def checked_timeout(timeout: float) -> float:

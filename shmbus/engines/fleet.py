@@ -11,6 +11,8 @@ Invariants:
 - A server with a torn model stays paused, and the error names it.
 - A server loads nothing unless it reports a pause; the parameters of a shared model change only
   while every server reports one.
+- The note names a sleeping server from before its sleep until it serves, with the memory that it
+  has: a wake after a death goes on from there.
 - One pause at a time, by an internal lock and the note's lock. A begun update always ends: a
   cancelled task waits for it, and a dead process's pause is recovered by its note.
 
@@ -25,9 +27,9 @@ import contextlib
 import inspect
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence, Sized
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -35,11 +37,13 @@ import shmbus
 from shmbus.base.arguments import check_choice, check_flag, check_int
 from shmbus.base.closing import ClosedByAsyncWith
 from shmbus.engines.engine_server import (
+    WAKE,
     EngineServer,
     PauseMode,
     as_engine_error,
     checked_addresses,
     checked_timeout,
+    require_awake,
 )
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
@@ -47,6 +51,7 @@ from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.rows import HEARD_S, STALE_S, RankRows, say_version
 from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
 from shmbus.errors import DamagedError
+from shmbus.segment.fleet_note import ASLEEP_REASON, DISCARDED, Sleep
 from shmbus.segment.names import check_name
 from shmbus.weights.carriers.checkpoint import CheckpointPlace, newest_checkpoints
 from shmbus.weights.shared_model import SharedModel
@@ -140,6 +145,8 @@ class EngineFleet(ClosedByAsyncWith):
         #: Error of a failed step, by the server's address.
         self._failures: dict[str, EngineError] = {}
         self._rows = RankRows(bus)
+        #: The note of the running call.
+        self._held_note: PauseNote | None = None
 
     # -- for users ---------------------------------------------------------------------------------
 
@@ -156,7 +163,8 @@ class EngineFleet(ClosedByAsyncWith):
         Raises
         ------
         EngineError, UpdateRolledBackError
-            The server refused the newest version and stays outside of the fleet.
+            The server refused the newest version and stays outside of the fleet; or the fleet
+            sleeps.
         BlockingIOError
             Another process is updating servers of this bus.
         ValueError
@@ -167,7 +175,7 @@ class EngineFleet(ClosedByAsyncWith):
         async with self._busy:  # a running update does not know the new server
             if server.address in {each.address for each in self.servers}:
                 raise ValueError(f"server: {server.address} is in the fleet already")
-            report = await to_the_end(self._join([server]), shmbus.ShmbusError)
+            report = await to_the_end(self._join("add", [server]), shmbus.ShmbusError)
             self.servers.append(server)
         return None if report is None else report.servers[0]
 
@@ -176,7 +184,7 @@ class EngineFleet(ClosedByAsyncWith):
 
         The server keeps its weights. A paused server stays paused, and no fleet resumes it. After
         its process's end an update, or a later `remove`, drops its rows. ValueError: the server is
-        unknown, or the last one, or needed by the quorum.
+        unknown, or the last one, or needed by the quorum; EngineError: the server sleeps.
         """
         address = server if isinstance(server, str) else server.address
         async with self._busy:
@@ -189,8 +197,15 @@ class EngineFleet(ClosedByAsyncWith):
                     f"server: without {address} {len(left)} servers remain, below the quorum of "
                     f"{max(1, self._quorum or 0)}; add a server first"
                 )
-            with PauseNote(self.bus) as note:
-                note.clear({address})
+            (removed,) = (each for each in self.servers if each not in left)
+            with self._noted():
+                try:
+                    await self._asleep_still(removed)
+                except EngineError:
+                    pass  # an ended server may go
+                else:
+                    require_awake([removed], self._note.asleep, "remove")
+                self._note.clear({address})
             self.servers = left
             self._rows.drop_others(left)
 
@@ -199,12 +214,13 @@ class EngineFleet(ClosedByAsyncWith):
 
         An ended `ManagedServer` starts with its last checkpoint. Returns the report of the outdated
         servers; None without any, or before a publication. EngineError: a server stays paused with
-        a torn model; BlockingIOError: another process is updating.
+        a torn model, or the fleet sleeps; BlockingIOError: another process is updating.
         """
         async with self._busy:
             started = await to_the_end(self._start_ended(), shmbus.ShmbusError)
             servers = [each for each in self.servers if each.kind != MANAGED]
-            report = await to_the_end(self._join(servers, only_behind=True), shmbus.ShmbusError)
+            joining = self._join("catch_up", servers, only_behind=True)
+            report = await to_the_end(joining, shmbus.ShmbusError)
             if report is None and started:
                 report = UpdateReport(version=self._said(), previous=None, servers=[])
             if report is not None:
@@ -241,8 +257,8 @@ class EngineFleet(ClosedByAsyncWith):
         UpdateRolledBackError
             Too few servers took the version, and every server runs its previous weights.
         EngineError
-            A server could not be prepared or paused, and nothing was touched; or it stays paused,
-            because neither the new nor the old version loaded into every rank.
+            A server could not be prepared or paused, or sleeps, and nothing was touched; or it
+            stays paused, because neither the new nor the old version loaded into every rank.
         BlockingIOError
             Another process is updating servers of this bus.
         TypeError, ValueError
@@ -252,21 +268,83 @@ class EngineFleet(ClosedByAsyncWith):
         -----
         A cancelled call waits for the update's end: no server is left halfway.
         """
-        if not callable(getattr(publisher, "publish", None)):
-            raise TypeError(
-                f"publisher: expected a WeightPublisher, got {type(publisher).__name__}"
-            )
-        version = check_int("version", version, 0, MOST_VERSION)
+        version = _checked(publisher, version)
         async with self._busy:
             return await to_the_end(self._update(publisher, version), shmbus.ShmbusError)
 
     def update_sync(self, publisher: Publisher, version: int) -> UpdateReport:
         """Run `update` without an event loop; raise RuntimeError within a running loop."""
+        return self._without_loop(lambda: self.update(publisher, version))
+
+    async def sleep(self, level: int = 2) -> UpdateReport:
+        """Free the servers' GPU memory for the trainer, until `wake`; idempotent.
+
+        The fleet's mode decides about requests in flight; new requests wait in the servers.
+
+        Parameters
+        ----------
+        level : 1 | 2
+            2 discards the weights: no sample gets a label before `wake` (`VersionUnknownError`).
+            1 keeps the weights in the server's host memory.
+
+        Raises
+        ------
+        EngineError
+            A server has no sleep mode, has state that level 2 would lose, or sleeps at another
+            level, and nothing was touched; or a server refused, and the awake servers serve on.
+        BlockingIOError
+            Another process is updating servers of this bus.
+        TypeError, ValueError
+            The level is neither 1 nor 2.
+        """
+        level = check_int("level", level, 1, DISCARDED)
+        async with self._busy:
+            return await to_the_end(self._sleep(level), shmbus.ShmbusError)
+
+    def sleep_sync(self, level: int = 2) -> UpdateReport:
+        """Run `sleep` without an event loop; raise RuntimeError within a running loop."""
+        return self._without_loop(lambda: self.sleep(level))
+
+    async def wake(self, publisher: Publisher, version: int) -> UpdateReport:
+        """Wake the servers with a version: the weights' memory, the weights, the cache's memory.
+
+        The weights come whole from the bus's slot; after level 1 only if the version differs. After
+        a death of trainer or server a call goes on from the memory that each server has. Awake
+        servers at the version stay untouched.
+
+        Parameters
+        ----------
+        publisher : WeightPublisher
+            Of this bus. Publish before the trainer frees its GPU memory, for the lowest peak.
+        version : int
+            0 or more; published unless already the newest.
+
+        Raises
+        ------
+        EngineError
+            A server stays asleep, for example for lack of GPU memory: free it, and call again.
+        UpdateRolledBackError
+            Too few servers took the version, and every server runs its previous weights.
+        BlockingIOError
+            Another process is updating servers of this bus.
+        TypeError, ValueError, WeightsError
+            The publisher or the version is invalid; every server sleeps on.
+        """
+        version = _checked(publisher, version)
+        async with self._busy:
+            waking = self._update(publisher, version, wakes=True)
+            return await to_the_end(waking, shmbus.ShmbusError)
+
+    def wake_sync(self, publisher: Publisher, version: int) -> UpdateReport:
+        """Run `wake` without an event loop; raise RuntimeError within a running loop."""
+        return self._without_loop(lambda: self.wake(publisher, version))
+
+    def _without_loop(self, call: Callable[[], Coroutine[Any, Any, UpdateReport]]) -> UpdateReport:
         _require_no_loop()
 
         async def run() -> UpdateReport:
             try:
-                return await self.update(publisher, version)
+                return await call()
             finally:
                 await self.close()
 
@@ -313,7 +391,8 @@ class EngineFleet(ClosedByAsyncWith):
         Raises
         ------
         EngineError
-            A server could not be paused, and nothing was changed; or it could not be resumed.
+            A server sleeps or could not be paused, and nothing was changed; or it could not be
+            resumed.
         DamagedError
             The action failed, from its error: the servers stay paused with a mixed model. Load
             whole weights with another step, and heal=True.
@@ -332,19 +411,19 @@ class EngineFleet(ClosedByAsyncWith):
             raise ValueError(f"shared: expected a model of bus {self.bus!r}, got {shared.bus!r}'s")
         _require_function(action)
         async with self._busy:
-            with PauseNote(self.bus) as note:
-                await to_the_end(self._step(note, shared, action, version, heal))
+            with self._noted("step"):
+                await to_the_end(self._step(shared, action, version, heal))
 
     async def recover(self) -> UpdateReport | None:
         """End a dead process's pause, by the rules of `update`.
 
         Servers whose ranks agree on a whole version are resumed; the rest first get the newest
-        whole version. A server that refuses it stays paused, and is named. Return None if no pause
-        was left; raise BlockingIOError while the pausing process lives.
+        whole version. A server that refuses it stays paused, and is named. Sleeping servers wake.
+        Return None if no pause was left; raise BlockingIOError while the pausing process lives.
         """
         async with self._busy:
-            with PauseNote(self.bus) as note:
-                return await self._recover(note)
+            with self._noted():
+                return await self._recover(wakes=True)
 
     async def close(self) -> None:
         """Close connections to the servers; idempotent. A cancelled call ends first."""
@@ -352,14 +431,15 @@ class EngineFleet(ClosedByAsyncWith):
 
     # -- an update ---------------------------------------------------------------------------------
 
-    async def _update(self, publisher: Publisher, version: int) -> UpdateReport:
+    async def _update(
+        self, publisher: Publisher, version: int, *, wakes: bool = False
+    ) -> UpdateReport:
         began = time.monotonic()
-        with PauseNote(self.bus) as note:
-            if note.left is not None:
-                await self._recover(note)
+        with self._noted("" if wakes else "update"):
+            await self._recover()
             previous = await asyncio.to_thread(self._rows.newest, self.timeout)
             attached = all(self._rows.of(server) for server in self.servers)
-            self._clears = self.clear_cache or self._is_repeated(version, not attached)
+            self._clears = wakes or self.clear_cache or self._is_repeated(version, not attached)
             try:
                 if previous is None or previous.version != version:
                     await asyncio.to_thread(publisher.publish, version=version)
@@ -371,14 +451,29 @@ class EngineFleet(ClosedByAsyncWith):
                 else:
                     before = version  # servers may run an older version, beyond any lease
                 self._rows.drop_others(self.servers)
-                report = self._begin(note, version, before, self.servers)
+                runs = await self._up_to_date(version) if wakes else []
+                servers = [each for each in self.servers if each not in runs]
+                report = self._begin(version, before, servers)
                 report.life = self._rows.life(version)
-                await self._bring(note, report, self.servers, self.quorum)
+                await self._bring(report, servers, max(0, self.quorum - len(runs)))
+                if wakes:
+                    report.servers += [
+                        ServerReport(address=each.address, version=version) for each in runs
+                    ]
+                    serving = [each for each in report.servers if each.state == "serving"]
+                    advice = f"free the trainer's GPU memory, and {WAKE} again"
+                    self._require(serving, report, self.quorum, advice)
             finally:
                 if previous is not None:
                     previous.close()
         report.total_s = time.monotonic() - began
         return report
+
+    async def _up_to_date(self, version: int) -> list[EngineServer]:
+        """Return the awake servers that run a version already."""
+        awake = [each for each in self.servers if self._sleep_of(each) is None]
+        behind = await self._behind(awake, version, silent=True)
+        return [each for each in awake if each not in behind]
 
     def _is_first(self) -> bool:
         """Return whether this fleet meets servers without rows for the first time."""
@@ -398,45 +493,47 @@ class EngineFleet(ClosedByAsyncWith):
         return (strange and said > 0) or version <= max([*ran, said if said > 0 else -1])
 
     async def _join(
-        self, servers: Sequence[EngineServer], *, only_behind: bool = False
+        self, step: str, servers: Sequence[EngineServer], *, only_behind: bool = False
     ) -> UpdateReport | None:
         """Bring the newest version to some servers; outdated servers may be gone meanwhile."""
         began = time.monotonic()
-        with PauseNote(self.bus) as note:
-            if note.left is not None:
-                await self._recover(note)
+        with self._noted(step):
+            await self._recover()
             newest = await asyncio.to_thread(self._rows.newest, self.timeout)
             if newest is None:
                 return None
             with newest:
                 if only_behind:
-                    behind = await asyncio.gather(
-                        *(self._is_behind(server, newest.version) for server in servers)
-                    )
-                    servers = [each for each, is_so in zip(servers, behind, strict=True) if is_so]
+                    servers = await self._behind(servers, newest.version)
                 if not servers:
                     return None
                 # The server's cache may come from any weights.
                 self._clears = True
-                report = self._begin(note, newest.version, None, servers)
+                report = self._begin(newest.version, None, servers)
                 report.life = self._rows.life(newest.version)
                 quorum = 0 if only_behind else 1
                 # Other members may run an older version, and the announced number belongs to them.
-                await self._bring(note, report, servers, quorum, says=False)
+                await self._bring(report, servers, quorum, says=False)
         report.total_s = time.monotonic() - began
         return report
 
-    async def _is_behind(self, server: EngineServer, version: int) -> bool:
-        """Return whether a server needs the version; False for a silent server."""
-        try:
-            ranks = await server.ranks(self.timeout)
-        except EngineError:
-            return False
-        return self._rows.missing(server, ranks, version) is not None
+    async def _behind(
+        self, servers: Sequence[EngineServer], version: int, *, silent: bool = False
+    ) -> list[EngineServer]:
+        """Return the servers that need a version, and the `silent` servers if asked for."""
+
+        async def is_behind(server: EngineServer) -> bool:
+            try:
+                ranks = await server.ranks(self.timeout)
+            except EngineError:
+                return silent
+            return self._rows.missing(server, ranks, version) is not None
+
+        found = await asyncio.gather(*map(is_behind, servers))
+        return [each for each, is_so in zip(servers, found, strict=True) if is_so]
 
     async def _bring(
         self,
-        note: PauseNote,
         report: UpdateReport,
         servers: Sequence[EngineServer],
         quorum: int,
@@ -452,7 +549,6 @@ class EngineFleet(ClosedByAsyncWith):
             )
 
         await self._in_order(
-            note,
             report,
             servers,
             quorum,
@@ -462,6 +558,124 @@ class EngineFleet(ClosedByAsyncWith):
             restore=restore,
             says=says,
         )
+
+    # -- turns with the trainer --------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _noted(self, step: str = "") -> Iterator[None]:
+        """Hold the bus's note; refuse a step that sleeping servers cannot take."""
+        with PauseNote(self.bus) as note:
+            if step:
+                require_awake(self.servers, note.asleep, step)
+            self._held_note = note
+            try:
+                yield
+            finally:
+                self._held_note = None
+
+    @property
+    def _note(self) -> PauseNote:
+        assert self._held_note is not None
+        return self._held_note
+
+    def _sleep_of(self, server: EngineServer) -> Sleep | None:
+        """Return a sleeping server's memory; None for an awake server."""
+        note = self._held_note
+        return None if note is None else note.asleep.get(server.address)
+
+    @contextlib.asynccontextmanager
+    async def _moving(
+        self, server: EngineServer, before: Sleep, after: Sleep | None
+    ) -> AsyncIterator[None]:
+        """Note a move of memory around its request; without an answer it stays in doubt."""
+        self._note.set_sleep(server.address, msgspec.structs.replace(before, moves=True))
+        yield
+        self._note.set_sleep(server.address, after)
+
+    async def _sleep(self, level: int) -> UpdateReport:
+        began = time.monotonic()
+        with self._noted():
+            await self._recover()
+            report = self._begin(self._said(), None, self.servers)
+            pairs = list(zip(self.servers, report.servers, strict=True))
+            ready = await self._each(pairs, self._check_sleep(level))
+            self._require(ready, report, self._alive(report), "nothing was touched")
+            servers = [(server.kind, server.address) for server, _ in ready]
+            self._note.write(PauseNotice(os.getpid(), servers, report.version, None))
+            async with self._workers_held(ASLEEP_REASON):
+                await self._fall_asleep(ready, level)
+            self._clear(report)
+            slept = [each for each in report.servers if not each.error]
+            advice = f"to continue the servers that sleep, {WAKE}"
+            self._require(slept, report, self._alive(report), advice)
+        report.total_s = time.monotonic() - began
+        return report
+
+    def _alive(self, report: UpdateReport) -> int:
+        """Return how many servers must sleep: a server that ended holds no memory."""
+        return max(self.quorum, sum(each.state != "gone" for each in report.servers))
+
+    def _check_sleep(self, level: int) -> Step:
+        async def check(server: EngineServer, report: ServerReport) -> None:
+            if not await _ask_if_known(server, "check_sleep", level, self.timeout):
+                said = f"a server of kind {server.kind!r} has no sleep"
+                raise EngineError(server.address, "sleep", None, said, "leave it out of the fleet")
+            sleep = await self._asleep_still(server)
+            if sleep is None:
+                report.state = "serving"
+            elif sleep.level != level and not sleep.moves and not sleep.has_weights:
+                said = f"it sleeps at level {sleep.level}, not {level}"
+                raise EngineError(server.address, "sleep", None, said, f"{WAKE} first")
+
+        return check
+
+    async def _asleep_still(self, server: EngineServer) -> Sleep | None:
+        """Return a sleeping server's memory; None also for a server started again since."""
+        sleep = self._sleep_of(server)
+        if sleep is not None and not await server.paused(self.timeout):
+            self._note.set_sleep(server.address, None)
+            return None
+        return sleep
+
+    async def _fall_asleep(self, pairs: Pairs, level: int) -> None:
+        """Pause the awake servers, then free their memory; refusing servers serve on."""
+        awake = [pair for pair in pairs if self._sleep_of(pair[0]) is None]
+        rest = [pair for pair in pairs if self._sleep_of(pair[0]) not in (None, Sleep(level))]
+        self._clears = True
+        paused = await self._each(awake, self._pause)
+        if any(each.error and each.state != "gone" for _, each in awake):
+            await self._each(awake, self._resume)
+            return
+
+        async def fall_asleep(server: EngineServer, report: ServerReport) -> None:
+            found = self._sleep_of(server) or Sleep(level)
+            after = Sleep(max(level, found.level))
+            async with self._moving(server, after, after):
+                cache = not found.has_weights
+                await _ask_if_known(server, "sleep", level, self.timeout, cache=cache)
+            report.state = "asleep"
+
+        await self._each(paused + rest, fall_asleep)
+        # Without an answer the memory may be gone: such a server stays paused.
+        refused = [
+            pair
+            for pair in paused
+            if pair[1].error and self._failures[pair[0].address].status is not None
+        ]
+        for server, _ in refused:
+            self._note.set_sleep(server.address, None)
+        await self._each(refused, self._resume)
+
+    async def _rouse(self, server: EngineServer) -> bool:
+        """Wake the weights' memory of a sleeping server; return False for an awake server."""
+        sleep = await self._asleep_still(server)
+        if sleep is None:
+            return False
+        if not sleep.has_weights:
+            async with self._moving(server, sleep, Sleep(sleep.level, has_weights=True)):
+                step, in_doubt = "wake_weights", sleep.moves
+                await _ask_if_known(server, step, sleep.level, self.timeout, in_doubt=in_doubt)
+        return True
 
     # -- steps at a single server ------------------------------------------------------------------
 
@@ -500,12 +714,20 @@ class EngineFleet(ClosedByAsyncWith):
         async def load(server: EngineServer, report: ServerReport) -> None:
             began = time.monotonic()
             error: EngineError | None = None
+            sleep = self._sleep_of(server)
+            named = self._rows.missing(server, report.ranks, version) is None
+            if named and sleep is not None and sleep.level != DISCARDED:
+                report.version = version
+                return
+            clears = self._clears and sleep is None  # a sleeper's cache is gone
             try:
                 await self._keep_paused(server, report)
                 if self._rows.are_loading(server):
                     await self._settle(server)
-                await server.load(version, self._clears, self.timeout)
+                await server.load(version, clears, self.timeout)
             except EngineError as failed:
+                if named and sleep is not None:
+                    raise  # the rows are of before the sleep
                 # Ranks may have loaded all the same: the rows decide.
                 error = failed
             report.version = None
@@ -515,6 +737,8 @@ class EngineFleet(ClosedByAsyncWith):
                 # Every rank loaded; now finish the server's open steps before it generates.
                 await self._settle(server)
             report.version = version
+            if sleep is not None:
+                self._note.set_sleep(server.address, Sleep(1, has_weights=True))
             said = ["" if error is None else str(error), getattr(server, "caution", "")]
             report.warning = "; ".join(filter(None, said))
             report.load_s = time.monotonic() - began
@@ -535,16 +759,20 @@ class EngineFleet(ClosedByAsyncWith):
 
     # -- recovery after a dead process ------------------------------------------------------------
 
-    async def _recover(self, note: PauseNote) -> UpdateReport | None:
-        left = note.left
+    async def _recover(self, *, wakes: bool = False) -> UpdateReport | None:
+        """End left pauses; sleeping servers sleep on unless `wakes`."""
+        left = self._note.left
+        if left is not None and not wakes:
+            servers = [each for each in left.servers if each[1] not in left.asleep]
+            left = msgspec.structs.replace(left, servers=servers) if servers else None
         if left is None:
             return None
         if not left.updating:  # a finished update's note; now a server changes its weights again
-            note.write(msgspec.structs.replace(left, updating=True))
+            self._note.write(msgspec.structs.replace(left, updating=True))
         if left.shared:
-            return await self._resume_whole(note, left)
+            return await self._resume_whole(left)
         if left.directory:
-            return await self._reload_newest(note, left)
+            return await self._reload_newest(left)
         newest = await asyncio.to_thread(self._rows.newest, self.timeout)
         version = None if newest is None else newest.version
         report, pairs = self._begin_recovery(left)
@@ -553,7 +781,7 @@ class EngineFleet(ClosedByAsyncWith):
             there = pairs if version is None else await self._each(pairs, self._await_turn)
             if any(server.bus is not None for server, _ in there):
                 await asyncio.sleep(STALE_S)
-            known = await self._each(there, self._look)
+            known = await self._each(await self._each(there, self._wake_weights), self._look)
             untouched = [pair for pair in known if pair[1].version is not None]
             mixed = [pair for pair in known if pair[1].version is None]
             if version is not None:
@@ -568,45 +796,40 @@ class EngineFleet(ClosedByAsyncWith):
         finally:
             if newest is not None:
                 newest.close()
-        return self._recovered(note, report)
+        return self._recovered(report)
+
+    async def _wake_weights(self, server: EngineServer, report: ServerReport) -> None:
+        del report
+        await self._rouse(server)
 
     async def _look(self, server: EngineServer, report: ServerReport) -> None:
         report.ranks = await server.ranks(self.timeout)
         was_open = await self._settle(server)
-        report.version = None if was_open else self._rows.whole_version(server, report.ranks)
+        sleep = self._sleep_of(server)
+        torn = was_open or (sleep is not None and sleep.level == DISCARDED)
+        report.version = None if torn else self._rows.whole_version(server, report.ranks)
 
     # -- a reload: servers read a checkpoint again, without rows
 
     async def _reload(self, directory: Path) -> UpdateReport:
         began = time.monotonic()
-        with PauseNote(self.bus) as note:
-            if note.left is not None:
-                await self._recover(note)
+        with self._noted("reload"):
+            await self._recover()
             newest, before = await asyncio.to_thread(newest_checkpoints, directory)
             self._clears = self.clear_cache or self._is_repeated(newest.version, self._is_first())
             known = None if before is None else before.version
-            report = self._begin(note, newest.version, known, self.servers)
-            await self._bring_files(note, report, newest, before)
+            report = self._begin(newest.version, known, self.servers)
+            await self._in_order(
+                report,
+                self.servers,
+                self.quorum,
+                prepare=self._find,
+                load=self._read(newest),
+                restore=lambda behind: self._read_before(behind, before),
+                directory=str(newest.path.parent.absolute()),
+            )
         report.total_s = time.monotonic() - began
         return report
-
-    async def _bring_files(
-        self,
-        note: PauseNote,
-        report: UpdateReport,
-        newest: CheckpointPlace,
-        before: CheckpointPlace | None,
-    ) -> None:
-        await self._in_order(
-            note,
-            report,
-            self.servers,
-            self.quorum,
-            prepare=self._find,
-            load=self._read(newest),
-            restore=lambda behind: self._read_before(behind, before),
-            directory=str(newest.path.parent.absolute()),
-        )
 
     async def _read_before(self, behind: Pairs, before: CheckpointPlace | None) -> Pairs:
         if before is None:
@@ -638,7 +861,7 @@ class EngineFleet(ClosedByAsyncWith):
 
         return read
 
-    async def _reload_newest(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
+    async def _reload_newest(self, left: PauseNotice) -> UpdateReport:
         """End the pause of a trainer that died in a reload: every server reads the newest."""
         report, pairs = self._begin_recovery(left)
         try:
@@ -655,40 +878,38 @@ class EngineFleet(ClosedByAsyncWith):
             pairs = await self._each(pairs, step)
         say_version(self.bus, newest.version)
         await self._each(pairs, self._resume)
-        return self._recovered(note, report)
+        return self._recovered(report)
 
     # -- a step on the model copy shared with the servers -----------------------------------------
 
     async def _step(
         self,
-        note: PauseNote,
         shared: SharedModel,
         action: Callable[[], object],
         version: int,
         heal: bool,
     ) -> None:
-        if note.left is not None:
-            self._require_shared(note, await self._recover(note))
+        self._require_shared(await self._recover())
         self._clears = self.clear_cache or self._is_repeated(version, self._is_first())
-        report = self._begin(note, version, shared.version, self.servers)
-        reports = report.servers
-        pairs = list(zip(self.servers, reports, strict=True))
-        await self._all(await self._each(pairs, self._ask), reports)
+        report = self._begin(version, shared.version, self.servers)
+        pairs = list(zip(self.servers, report.servers, strict=True))
+        everybody, unchanged = len(pairs), "nothing was changed"
+        self._require(await self._each(pairs, self._find), report, everybody, unchanged)
         servers = [(server.kind, server.address) for server in self.servers]
-        note.write(PauseNotice(os.getpid(), servers, version, report.previous, shared=True))
-        async with self._workers_held(version):
+        self._note.write(PauseNotice(os.getpid(), servers, version, report.previous, shared=True))
+        async with self._workers_held(f"{HELD}{version} are being loaded"):
             paused = await self._each(pairs, self._pause)
             if len(paused) < len(pairs):
                 if not shared.torn:
                     await self._each(pairs, self._resume)
-                    self._clear(note, report)
-                await self._all(paused, reports)
+                    self._clear(report)
+                self._require(paused, report, everybody, unchanged)
             try:
                 await asyncio.to_thread(_change, shared, action, version, heal)
             except Exception as error:
                 if not shared.torn:  # refused before any change
                     await self._each(pairs, self._resume)
-                    self._clear(note, report)
+                    self._clear(report)
                     raise
                 raise DamagedError(
                     f"the step to version {version} failed, so the model is a mix; "
@@ -697,12 +918,12 @@ class EngineFleet(ClosedByAsyncWith):
                 ) from error
             say_version(self.bus, version)
             resumed = await self._each(await self._each(pairs, self._forget_encoded), self._resume)
-        self._clear(note, report)
-        await self._all(resumed, reports)
+        self._clear(report)
+        self._require(resumed, report, everybody, unchanged)
 
-    def _require_shared(self, note: PauseNote, left: UpdateReport | None) -> None:
+    def _require_shared(self, left: UpdateReport | None) -> None:
         """Raise EngineError if unshared weights left a server torn."""
-        if left is None or note.left is None or note.left.shared:
+        if left is None or self._note.left is None or self._note.left.shared:
             return
         own = {server.address for server in self.servers}
         for each in left.servers:
@@ -710,20 +931,10 @@ class EngineFleet(ClosedByAsyncWith):
                 advice = "it stays paused, since its model is not whole; nothing was changed"
                 raise EngineError(each.address, "recover", None, each.error, advice)
 
-    async def _ask(self, server: EngineServer, report: ServerReport) -> None:
-        """Check before any pause that a server answers, and can drop encoder outputs."""
-        await server.paused(self.timeout)
-        await _ask_if_known(server, "check_reload", self.timeout)
-
     async def _forget_encoded(self, server: EngineServer, report: ServerReport) -> None:
         await _ask_if_known(server, "forget_encoded", self.timeout)
 
-    async def _all(self, pairs: Pairs, reports: list[ServerReport]) -> None:
-        if len(pairs) < len(reports):
-            address = next(each.address for each in reports if each.error)
-            raise self._failure(address, "nothing was changed")
-
-    async def _resume_whole(self, note: PauseNote, left: PauseNotice) -> UpdateReport:
+    async def _resume_whole(self, left: PauseNotice) -> UpdateReport:
         """End the pause of a trainer that died around a step, but not within it."""
         report, pairs = self._begin_recovery(left)
         state = shared_state(self.bus)
@@ -737,14 +948,15 @@ class EngineFleet(ClosedByAsyncWith):
         for server, each in await self._each(pairs, self._resume):
             del server
             each.version = state[0]
-        return self._recovered(note, report)
+        return self._recovered(report)
 
     # -- pause, resume, and steps at every server -------------------------------------------------
 
     async def _pause(self, server: EngineServer, report: ServerReport) -> None:
-        report.state = "unknown"
+        report.state = "unknown" if self._sleep_of(server) is None else "asleep"
         report.paused_s = -time.monotonic()
-        await server.pause(self.mode, self._clears, self.timeout)
+        if not await self._rouse(server):
+            await server.pause(self.mode, self._clears, self.timeout)
         report.state = "paused"
 
     async def _keep_paused(self, server: EngineServer, report: ServerReport) -> None:
@@ -754,6 +966,10 @@ class EngineFleet(ClosedByAsyncWith):
             await server.pause(self.mode, self._clears, self.timeout)
 
     async def _resume(self, server: EngineServer, report: ServerReport) -> None:
+        sleep = self._sleep_of(server)
+        if sleep is not None:
+            async with self._moving(server, sleep, None):
+                await _ask_if_known(server, "wake_cache", self.timeout, in_doubt=sleep.moves)
         deadline = time.monotonic() + self.timeout
         while True:
             try:
@@ -778,16 +994,16 @@ class EngineFleet(ClosedByAsyncWith):
 
     def _begin(
         self,
-        note: PauseNote,
         version: int,
         previous: int | None,
         servers: Sequence[EngineServer],
     ) -> UpdateReport:
         """Begin the report of an update; servers left paused before count as paused still."""
-        paused = {address for _, address in note.named()}
+        paused = {address for _, address in self._note.named()}
         reports = [ServerReport(address=server.address) for server in servers]
         for each in reports:
-            each.state = "paused" if each.address in paused else "serving"
+            named = "asleep" if each.address in self._note.asleep else "paused"
+            each.state = named if each.address in paused else "serving"
         return UpdateReport(version=version, previous=previous, servers=reports)
 
     def _begin_recovery(self, left: PauseNotice) -> tuple[UpdateReport, Pairs]:
@@ -799,20 +1015,19 @@ class EngineFleet(ClosedByAsyncWith):
         report = UpdateReport(version=left.version, previous=left.previous, servers=servers)
         return report, [(own[each.address], each) for each in servers if each.address in own]
 
-    def _recovered(self, note: PauseNote, report: UpdateReport) -> UpdateReport:
+    def _recovered(self, report: UpdateReport) -> UpdateReport:
         """Withdraw a dead process's note, and release workers if no server stays paused."""
-        self._clear(note, report)
-        if note.left is None:
+        self._clear(report)
+        if self._note.left is None:
             self._release_workers()
         return report
 
-    def _clear(self, note: PauseNote, report: UpdateReport) -> None:
+    def _clear(self, report: UpdateReport) -> None:
         """Withdraw the note, except for paused or silent servers."""
-        note.clear({each.address for each in report.servers if each.state in SETTLED})
+        self._note.clear({each.address for each in report.servers if each.state in SETTLED})
 
     async def _in_order(
         self,
-        note: PauseNote,
         report: UpdateReport,
         servers: Sequence[EngineServer],
         quorum: int,
@@ -826,12 +1041,12 @@ class EngineFleet(ClosedByAsyncWith):
     ) -> None:
         """Run an update's steps at every server; roll back if too few took it."""
         pairs = list(zip(servers, report.servers, strict=True))
-        torn = [pair for pair in pairs if pair[1].state == "paused"]
+        torn = [pair for pair in pairs if pair[1].state in ("paused", "asleep")]
         ready = await self._each(pairs, prepare)
         if not ready and not quorum:
             return
         self._require(ready, report, quorum, "nothing was touched, the old weights are in force")
-        note.write(
+        self._note.write(
             PauseNotice(
                 pid=os.getpid(),
                 servers=[(server.kind, server.address) for server in servers],
@@ -841,7 +1056,7 @@ class EngineFleet(ClosedByAsyncWith):
                 buses={each.address: each.bus for each in servers if each.bus is not None},
             )
         )
-        async with self._workers_held(report.version):
+        async with self._workers_held(f"{HELD}{report.version} are being loaded"):
             paused = await self._each(ready, self._pause)
             untouched = paused if attach is None else await self._each(paused, attach)
             ended = await self._each([each for each in paused if each not in untouched], self._end)
@@ -850,7 +1065,7 @@ class EngineFleet(ClosedByAsyncWith):
             if len(untouched) < quorum:
                 whole = [each for each in untouched if each not in torn]
                 await self._each(aside + whole, self._resume)
-                self._clear(note, report)
+                self._clear(report)
                 self._require(untouched, report, quorum, "the old weights are in force")
             loaded = await self._each(untouched, load)
             behind = [pair for pair in untouched if pair not in loaded]
@@ -860,7 +1075,7 @@ class EngineFleet(ClosedByAsyncWith):
             if loaded and says:  # before serving: the version salts the cache
                 say_version(self.bus, report.version)
             await self._each(aside + loaded + restored, self._resume)
-        self._clear(note, report)
+        self._clear(report)
         left = [each for _, each in behind if each.state not in SETTLED]
         self._judge(loaded, left, report, quorum)
 
@@ -886,8 +1101,8 @@ class EngineFleet(ClosedByAsyncWith):
                 report.version, report.previous, "; ".join(causes), left=left, gone=gone
             ) from first
 
-    def _require(self, pairs: Pairs, report: UpdateReport, quorum: int, advice: str) -> None:
-        if len(pairs) >= quorum:
+    def _require(self, found: Sized, report: UpdateReport, quorum: int, advice: str) -> None:
+        if len(found) >= quorum:
             return
         address = next(each.address for each in report.servers if each.error)
         raise self._failure(address, advice)
@@ -905,7 +1120,7 @@ class EngineFleet(ClosedByAsyncWith):
     # -- the bus -----------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _workers_held(self, version: int) -> AsyncIterator[None]:
+    async def _workers_held(self, reason: str) -> AsyncIterator[None]:
         """Pause the bus in modes that end requests in flight: workers begin no new ones."""
         bus = self._open_bus() if self.mode != "keep" else None
         if bus is None:
@@ -915,11 +1130,13 @@ class EngineFleet(ClosedByAsyncWith):
             if _is_paused_by_others(bus):
                 yield
                 return
-            bus.pause(f"{HELD}{version} are being loaded")
+            bus.pause(reason)
             try:
                 yield
             finally:
-                if not _is_paused_by_others(bus):
+                if self._note.asleep:
+                    bus.pause(ASLEEP_REASON)
+                elif not _is_paused_by_others(bus):
                     bus.resume()
 
     def _release_workers(self) -> None:
@@ -964,11 +1181,20 @@ class EngineFleet(ClosedByAsyncWith):
         return [pair for pair, succeeded in zip(pairs, done, strict=True) if succeeded]
 
 
-async def _ask_if_known(server: EngineServer, verb: str, timeout: float) -> None:
-    """Run a step unknown to some server classes."""
+async def _ask_if_known(
+    server: EngineServer, verb: str, *arguments: float, **options: bool
+) -> bool:
+    """Run a step unknown to some server classes; return False for such a class."""
     step = getattr(server, verb, None)
     if step is not None:
-        await step(timeout)
+        await step(*arguments, **options)
+    return step is not None
+
+
+def _checked(publisher: object, version: int) -> int:
+    if not callable(getattr(publisher, "publish", None)):
+        raise TypeError(f"publisher: expected a WeightPublisher, got {type(publisher).__name__}")
+    return check_int("version", version, 0, MOST_VERSION)
 
 
 def _require_mode(server: EngineServer, mode: str) -> None:
@@ -982,7 +1208,7 @@ def _require_mode(server: EngineServer, mode: str) -> None:
 def _is_paused_by_others(bus: shmbus.Bus) -> bool:
     """Return whether a foreign process, like an operator, paused the bus and must end the pause."""
     reason = bus.paused
-    return reason is not None and not reason.startswith(HELD)
+    return reason is not None and not reason.startswith((HELD, ASLEEP_REASON))
 
 
 def _require_function(action: object) -> None:

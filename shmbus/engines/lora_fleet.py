@@ -25,11 +25,17 @@ import msgspec
 
 from shmbus.base.arguments import check_int
 from shmbus.base.closing import ClosedByAsyncWith
-from shmbus.engines.engine_server import as_engine_error, checked_addresses, checked_timeout
+from shmbus.engines.engine_server import (
+    as_engine_error,
+    checked_addresses,
+    checked_timeout,
+    require_awake,
+)
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.rows import say_version
 from shmbus.engines.tasks import OneAtATime, close_all
+from shmbus.segment.fleet_note import read_fleet_note
 from shmbus.segment.names import check_name
 from shmbus.weights.adapters import ENDING, LoraVersion, past_keeping
 
@@ -112,6 +118,8 @@ class LoraFleet(ClosedByAsyncWith):
 
         Raises
         ------
+        EngineError
+            A server sleeps; nothing was loaded.
         UpdateRolledBackError
             Too few servers took it: a load was refused, or another adapter holds the name. It was
             unloaded again, and the previous version stays in force.
@@ -121,6 +129,8 @@ class LoraFleet(ClosedByAsyncWith):
                 f"adapter: expected what LoraFiles.publish returned, got {type(adapter).__name__}"
             )
         async with self._busy:
+            note = read_fleet_note(self.bus)
+            require_awake(self.servers, () if note is None else note.asleep, "load adapter")
             began = time.monotonic()
             before = await asyncio.gather(*(self._loaded(each, adapter) for each in self.servers))
             others = [n for each in before for n, name in each if name != adapter.name]

@@ -171,23 +171,14 @@ class ManagedServer(HttpServer):
         del timeout
         return 1
 
-    async def prepare(self, bus: str, timeout: float) -> bool:
+    async def load(self, *arguments: object) -> NoReturn:
         """Refuse, as the fleet expects: this server takes checkpoints only."""
-        raise self._refused()
-
-    async def attach(self, bus: str, timeout: float) -> bool:
-        """Refuse, as the fleet expects: this server takes checkpoints only."""
-        raise self._refused()
-
-    async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
-        """Refuse: the server takes checkpoints only."""
-        raise self._refused()
-
-    def _refused(self) -> EngineError:
-        return EngineError(
+        raise EngineError(
             self.address, "update", None, "a managed server takes weights when it starts",
             "publish with carrier='checkpoint', and call EngineFleet.reload",
         )  # fmt: skip
+
+    prepare = attach = load
 
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """End it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Collection
 
 import msgspec
@@ -16,9 +17,8 @@ import msgspec
 from shmbus import LayoutMismatchError
 from shmbus.base.closing import ClosedByWith
 from shmbus.data.encoding import decodable
-from shmbus.segment.cache_salt import NOTE_KIND
+from shmbus.segment.fleet_note import Sleep, framed, note_path, unframed
 from shmbus.segment.locked_file import LockedFile
-from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
 MAX_BYTES = 1 << 20
 #: Longest hold of the lock by a daemon's check for a left note, in seconds.
@@ -26,8 +26,11 @@ ASKED_S = 0.1
 
 
 @decodable
-class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/1"):
-    """Content of the note: pausing process, paused servers, version."""
+class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/2"):
+    """Content of the note: pausing process, paused servers, version.
+
+    `updating`, `asleep` and `asleep_unix_ns` are those of `FleetNote`.
+    """
 
     pid: int
     servers: list[tuple[str, str]]
@@ -38,13 +41,15 @@ class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     updating: bool = True
     #: Buses of relay-fed servers, which read a node's own bus, by address.
     buses: dict[str, str] = {}
+    asleep: dict[str, Sleep] = {}
+    asleep_unix_ns: int = 0
 
 
 class PauseNote(ClosedByWith):
     """Note of one bus, for a ``with`` block; BlockingIOError if another process holds it."""
 
     def __init__(self, bus: str) -> None:
-        self._path = SHM_DIRECTORY + companion_name(NOTE_KIND, bus)
+        self._path = note_path(bus)
         self._file = LockedFile()
         try:
             taken = self._file.take(self._path, _title(bus), ASKED_S)
@@ -66,13 +71,32 @@ class PauseNote(ClosedByWith):
         buses = {**({} if self.left is None else self.left.buses), **notice.buses}
         servers = [*notice.servers, *others]
         notice = msgspec.structs.replace(notice, servers=servers, buses=buses)
+        if self.left is not None:
+            left = self.left
+            notice = msgspec.structs.replace(
+                notice, asleep=left.asleep, asleep_unix_ns=left.asleep_unix_ns
+            )
         self._write(notice)
 
+    @property
+    def asleep(self) -> dict[str, Sleep]:
+        """Sleeping servers by address."""
+        return {} if self.left is None else self.left.asleep
+
+    def set_sleep(self, address: str, sleep: Sleep | None) -> None:
+        """Record the memory of a sleeping server; None for an awake server."""
+        assert self.left is not None
+        asleep = {at: each for at, each in self.left.asleep.items() if at != address}
+        if sleep is not None:
+            asleep[address] = sleep
+        since = self.left.asleep_unix_ns if self.left.asleep else time.time_ns()
+        self._write(
+            msgspec.structs.replace(self.left, asleep=asleep, asleep_unix_ns=since, updating=True)
+        )
+
     def _write(self, notice: PauseNotice) -> None:
-        encoded = msgspec.msgpack.encode(notice)
-        # One write into an empty file: a death leaves an empty or a whole note.
-        os.ftruncate(self._file.fd, 0)
-        os.pwrite(self._file.fd, encoded, 0)
+        # One write: a death leaves the whole old or the whole new note.
+        os.pwrite(self._file.fd, framed(msgspec.msgpack.encode(notice)), 0)
         self.left = notice
 
     def named(self) -> list[tuple[str, str]]:
@@ -83,7 +107,11 @@ class PauseNote(ClosedByWith):
         """Remove servers from the note after their resume or end."""
         others = [each for each in self.named() if each[1] not in addresses]
         if self.left is not None and others:
-            self._write(msgspec.structs.replace(self.left, servers=others, updating=False))
+            asleep = {at: each for at, each in self.asleep.items() if at not in addresses}
+            updating = bool(asleep)  # a wake brings new weights at any moment
+            self._write(
+                msgspec.structs.replace(self.left, servers=others, updating=updating, asleep=asleep)
+            )
             return
         os.ftruncate(self._file.fd, 0)
         self.left = None
@@ -100,7 +128,7 @@ def paused_by(bus: str) -> tuple[PauseNotice, bool] | None:
     """Return a bus's note, and True for a living process; None without a pause."""
     with LockedFile() as file:
         try:
-            file.open(SHM_DIRECTORY + companion_name(NOTE_KIND, bus), os.O_RDWR, _title(bus))
+            file.open(note_path(bus), os.O_RDWR, _title(bus))
         except FileNotFoundError:
             return None
         notice = _read(file.fd)
@@ -116,7 +144,7 @@ def _read(file: int) -> PauseNotice | None:
     if not raw:
         return None
     try:
-        return msgspec.msgpack.decode(raw, type=PauseNotice)
+        return msgspec.msgpack.decode(unframed(raw), type=PauseNotice)
     except msgspec.DecodeError as error:
         raise LayoutMismatchError(
             f"the note of paused servers has an unknown format: {error}; resume the servers by "

@@ -16,7 +16,7 @@ class ServerReport(msgspec.Struct, kw_only=True):
         Processes that load weights.
     version : int or None
         The version in every rank's row; None if they differ or are missing.
-    state : "serving" | "paused" | "unknown" | "gone"
+    state : "serving" | "asleep" | "paused" | "unknown" | "gone"
         Unknown: the server does not answer. Gone: no process listens at its address any more.
     paused_s, load_s : float
         Seconds from pause to resume, and of loading.

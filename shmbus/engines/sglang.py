@@ -9,7 +9,8 @@ Weights require a server started with ``--custom-weight-loader`` and the name of
 - ``/ready`` tells whether the server is paused.
 
 Source: sglang/srt/entrypoints/http_server.py, sglang/srt/managers/io_struct.py,
-sglang/srt/managers/scheduler_components/weight_updater.py.
+sglang/srt/managers/scheduler_components/weight_updater.py (`release_memory_occupation`,
+`resume_memory_occupation`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shmbus.engines.errors import EngineError
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
 from shmbus.engines.state_kinds import sglang_refusal
 from shmbus.pool.server_rows import row_name
+from shmbus.segment.fleet_note import DISCARDED
 
 _LOADER = (
     f"start the server with --custom-weight-loader {LOADER} in an environment that has shmbus "
@@ -39,6 +41,11 @@ _REPLICAS = (
 )
 
 
+Verb = Literal["attach", "load"]
+_SAVER = "start the server with --enable-memory-saver"
+_LEVEL_1 = "no update brings it back after level 2: sleep at level=1"
+#: Memory that wakes after the weights.
+_CACHES = ["kv_cache", "cuda_graph"]
 _RENEWED = "no update renews it: start the server without that option"
 
 
@@ -151,9 +158,51 @@ class SglangServer(InferenceServer):
         }
         await self._succeed("reload", "/update_weights_from_disk", body, timeout)
 
-    async def _whole_session(
-        self, verb: Literal["attach", "load"], version: int | None, timeout: float
-    ) -> None:
+    async def check_sleep(self, level: int, timeout: float) -> None:
+        """Refuse a server that frees nothing, or loses state that no update brings back."""
+        info = await self._info(timeout)
+        refused = {
+            "enable_memory_saver": (info.get("enable_memory_saver") is False, _SAVER),
+            "enable_weights_cpu_backup": (
+                level != DISCARDED and info.get("enable_weights_cpu_backup") is False,
+                "start the server with --enable-weights-cpu-backup, or sleep at level=2",
+            ),
+            "enable_lora": (level == DISCARDED and bool(info.get("enable_lora")), _LEVEL_1),
+            "speculative_algorithm": (level == DISCARDED and bool(self.caution), _LEVEL_1),
+        }
+        for name, (is_so, advice) in refused.items():
+            if is_so:
+                raise self._refuse_field(name, info.get(name), advice)
+
+    async def sleep(self, level: int, timeout: float, *, cache: bool) -> None:
+        """Free the GPU memory of a paused server; at level 1 by its own copy on the host."""
+        del level
+        tags = ["weights", *(_CACHES if cache else [])]
+        await self._move("sleep", "/release_memory_occupation", tags, timeout)
+
+    async def wake_weights(self, level: int, timeout: float, *, in_doubt: bool) -> None:
+        """Take the weights' memory again."""
+        del level
+        await self._resume_memory(["weights"], timeout, in_doubt)
+
+    async def wake_cache(self, timeout: float, *, in_doubt: bool) -> None:
+        """Take the memory of the cache and of CUDA graphs again."""
+        await self._resume_memory(_CACHES, timeout, in_doubt)
+
+    async def _resume_memory(self, tags: list[str], timeout: float, in_doubt: bool) -> None:
+        step = "wake weights" if "weights" in tags else "wake kv_cache"
+        try:
+            await self._move(step, "/resume_memory_occupation", tags, timeout)
+        except EngineError as error:
+            # SGLang tells nobody what sleeps, and refuses memory that is awake.
+            if not in_doubt or error.status is None:
+                raise
+
+    async def _move(self, step: str, path: str, tags: list[str], timeout: float) -> None:
+        body, advice = {"tags": tags}, "see the server's own log; is the trainer's GPU memory free?"
+        await self.call(step, "POST", path, timeout, body=body, advice=advice, good=(200,))
+
+    async def _whole_session(self, verb: Verb, version: int | None, timeout: float) -> None:
         await self._begin(timeout)
         try:
             await self._order(verb, version, timeout)
@@ -178,9 +227,7 @@ class SglangServer(InferenceServer):
     async def _end(self, timeout: float) -> None:
         await self._succeed("end", "/end_weight_update", {}, timeout)
 
-    async def _order(
-        self, verb: Literal["attach", "load"], version: int | None, timeout: float
-    ) -> None:
+    async def _order(self, verb: Verb, version: int | None, timeout: float) -> None:
         body: dict[str, Any] = {
             "serialized_named_tensors": [
                 order_for_rank(Order(verb, self._bus, row_name(self.address), rank, version))

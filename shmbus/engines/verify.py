@@ -135,10 +135,11 @@ def _refuse(server: VllmServer, said: str, status: int | None = None) -> EngineE
 
 def _running(bus: str, server: VllmServer, count: int) -> ReaderStatus:
     """Return the row of a rank; EngineError unless every rank runs the same publication."""
-    found = server_versions(read_pool(bus, WEIGHTS), trainers=1).get(row_name(server.address))
+    pool = read_pool(bus, WEIGHTS)
+    found = server_versions(bus, pool, trainers=1).get(row_name(server.address))
     if found is None:
         raise _refuse(server, f"bus {bus!r}: {NO_ROW}")
-    if found.state in ("loading", "unknown"):
+    if found.sleeps or found.state in ("loading", "unknown"):
         raise _refuse(server, found.why or "an update of its weights is under way")
     rows = rows_of_server(bus, server.address)
     if len(rows) < count or not found.life:
@@ -203,7 +204,7 @@ async def verify(
     bus: str, addresses: Sequence[str], share: float, timeout: float = 120.0
 ) -> list[ServerVerdict]:
     """Compare servers in turn; without addresses, every server with a row."""
-    named = addresses or sorted(server_versions(read_pool(bus, WEIGHTS), trainers=1))
+    named = addresses or sorted(server_versions(bus, read_pool(bus, WEIGHTS), trainers=1))
     if not named:
         raise BusNotFoundError(f"bus {bus!r}: no server reads its weights; {_AGAIN}")
     found = []

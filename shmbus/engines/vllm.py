@@ -4,25 +4,34 @@ The routes exist in a server with ``VLLM_SERVER_DEV_MODE=1``, and weights requir
 started with ``--weight-transfer-config '{"backend": "shmbus"}'``
 (`shmbus.engines.vllm_backend`).
 
-Source: vllm/entrypoints/rl/online/api_router.py, vllm/distributed/weight_transfer/base.py.
+Source: vllm/entrypoints/rl/online/api_router.py, vllm/distributed/weight_transfer/base.py; of sleep
+`sleep` and `wake_up` in vllm/entrypoints/serve/dev/sleep/api_router.py, `EngineCore.sleep` and
+`.wake_up` in vllm/v1/engine/core.py, `Executor` in vllm/v1/executor/abstract.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 from shmbus.engines.engine_server import AGAIN, DRAFTS, InferenceServer, PauseMode
 from shmbus.engines.errors import EngineError
 from shmbus.engines.state_kinds import vllm_refusal
 from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.pool.server_rows import row_name
+from shmbus.segment.fleet_note import DISCARDED
 
 _ROUTES = "start the server with VLLM_SERVER_DEV_MODE=1, which has these routes"
 _BACKEND = (
     'start the server with --weight-transfer-config \'{"backend": "shmbus"}\' in an environment '
     "that has shmbus installed"
 )
+
+
+_SLEEP_MODE = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
+#: Draft methods without weights.
+_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 
 class VllmServer(InferenceServer):
@@ -62,13 +71,8 @@ class VllmServer(InferenceServer):
 
     async def check_reload(self, timeout: float) -> None:
         """Refuse state that no reload renews, by the engine's configuration."""
-        query = {"config_format": "json"}
-        status, text = await self.call(
-            "server_info", "GET", "/server_info", timeout, query=query, advice=_ROUTES
-        )
-        said = self._object("server_info", text, _ROUTES) if status == 200 else {}
-        config = said.get("vllm_config")
-        if isinstance(config, dict):
+        config = await self._config(timeout)
+        if config:
             parts = {
                 name: SimpleNamespace(**part) if isinstance(part, dict) else part
                 for name, part in config.items()
@@ -77,9 +81,19 @@ class VllmServer(InferenceServer):
             refusal = vllm_refusal(SimpleNamespace(**parts), on_cpu=on_cpu)
             if refusal:
                 advice = "nothing was touched"
-                raise EngineError(self.address, "server_info", status, refusal, advice)
+                raise EngineError(self.address, "server_info", 200, refusal, advice)
             if config.get("speculative_config"):
                 await self._note_drafts(timeout)
+
+    async def _config(self, timeout: float) -> dict[str, Any]:
+        """Ask for the engine's configuration; empty without the route."""
+        query = {"config_format": "json"}
+        status, text = await self.call(
+            "server_info", "GET", "/server_info", timeout, query=query, advice=_ROUTES
+        )
+        said = self._object("server_info", text, _ROUTES) if status == 200 else {}
+        config = said.get("vllm_config")
+        return config if isinstance(config, dict) else {}
 
     async def prepare(self, bus: str, timeout: float) -> bool:
         """Make each rank attach to the weights of a bus."""
@@ -183,6 +197,54 @@ class VllmServer(InferenceServer):
         if loading:
             await self._finish({}, timeout)
         return loading
+
+    async def check_sleep(self, level: int, timeout: float) -> None:
+        """Refuse a server without sleep mode, whose ``/sleep`` answers 200 and frees nothing.
+
+        Level 2 also loses adapters and a draft model's weights, which no update brings back.
+        """
+        await self.ask("sleep", "GET", "/is_sleeping", timeout, advice=_SLEEP_MODE)
+        config = await self._config(timeout)
+        said, advice = "", "no update brings them back after level 2: sleep at level=1"
+        if (config.get("model_config") or {}).get("enable_sleep_mode") is False:
+            said, advice = "model_config.enable_sleep_mode is False", _SLEEP_MODE
+        elif level == DISCARDED and config.get("lora_config"):
+            said = "lora_config has adapters"
+        elif level == DISCARDED and config.get("speculative_config"):
+            method = config["speculative_config"].get("method")
+            said = "" if method in _WITHOUT_WEIGHTS else f"speculative_config has {method!r}"
+        if said:
+            raise EngineError(self.address, "sleep", 200, said, advice)
+
+    async def sleep(self, level: int, timeout: float, *, cache: bool = True) -> None:
+        """Free the GPU memory of a paused server; memory that sleeps already sleeps on.
+
+        The pause has treated requests in flight, so ``mode=keep`` keeps the rest of them.
+        """
+        del cache  # memory that sleeps is left alone
+        query = {"level": f"{level}", "mode": "keep"}
+        path, good = "/sleep", (200,)
+        await self.call("sleep", "POST", path, timeout, query=query, advice=_SLEEP_MODE, good=good)
+
+    async def wake_weights(self, level: int, timeout: float, *, in_doubt: bool) -> None:
+        """Take the weights' memory again.
+
+        A wake of memory that is awake would resume generation with any content. So memory in doubt
+        first sleeps again.
+        """
+        if in_doubt:
+            await self.sleep(level, timeout)
+        await self._wake("weights", timeout)
+
+    async def wake_cache(self, timeout: float, *, in_doubt: bool) -> None:
+        """Take the cache's memory again, with which vLLM resumes; idempotent."""
+        del in_doubt
+        await self._wake("kv_cache", timeout)
+
+    async def _wake(self, tag: str, timeout: float) -> None:
+        query, advice = {"tags": tag}, "is the trainer's GPU memory free?"
+        step, path, good = f"wake {tag}", "/wake_up", (200,)
+        await self.call(step, "POST", path, timeout, query=query, advice=advice, good=good)
 
     async def resume(self, timeout: float) -> None:
         """Go on generating."""

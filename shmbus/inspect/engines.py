@@ -20,9 +20,10 @@ from shmbus.segment.recorder_files import EngineNote, read_recorders
 def read_engines(name: str, trainers: int) -> list[EngineStatus]:
     """Read the inference servers of a bus, by address; `trainers` is the trainer's version."""
     try:
-        found = _by_rows(read_pool(name, WEIGHTS), trainers, time.time())
+        pool = read_pool(name, WEIGHTS)
     except (errors.ShmbusError, PermissionError):  # no readable pool now
-        found = {}
+        pool = None
+    found = _by_rows(name, pool, trainers, time.time())
     for note in (engine for each in read_recorders(name) for engine in each.engines):
         at = printable(row_name(note.url))
         known = found.get(at) or _by_note(at, note)
@@ -31,20 +32,24 @@ def read_engines(name: str, trainers: int) -> list[EngineStatus]:
     return [found[at] for at in sorted(found)]
 
 
-def _by_rows(pool: PoolStatus, trainers: int, now_s: float) -> dict[str, EngineStatus]:
-    newest = max((slot.published_unix_ns for slot in pool.slots if slot.newest), default=0)
+def _by_rows(
+    bus: str, pool: PoolStatus | None, trainers: int, now_s: float
+) -> dict[str, EngineStatus]:
+    slots = () if pool is None else pool.slots
+    newest = max((slot.published_unix_ns for slot in slots if slot.newest), default=0)
     return {
         name: EngineStatus(
             address=name,
             state=server.state,
-            version=server.oldest,
+            version=server.version,
             life=server.life,
             why=server.why,
             ranks=server.ranks,
             updated_s=_since(server.published_unix_ns or 0, now_s),
             behind_s=_since(newest, now_s) if server.state == "behind" else None,
+            asleep_s=_since(server.asleep_unix_ns or 0, now_s),
         )
-        for name, server in server_versions(pool, trainers).items()
+        for name, server in server_versions(bus, pool, trainers).items()
     }
 
 

@@ -15,9 +15,8 @@ from typing import Final
 
 from shmbus import errors
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus.segment.cache_salt import NOTE_KIND
+from shmbus.segment.fleet_note import note_path, read_fleet_note
 from shmbus.segment.locked_file import LockedFile
-from shmbus.segment.names import SHM_DIRECTORY, companion_name
 
 #: States of /proc/PID/stat of a process that a signal or a debugger has stopped.
 _STOPPED: Final = frozenset("Tt")
@@ -78,11 +77,11 @@ def stopped_pids(path: str) -> list[int]:
 def servers_left(name: str) -> bool:
     """Tell if a trainer ended while inference servers of a bus were paused for its weights."""
     # The trainer keeps a note of them from before the first pause, and holds the note's lock for
-    # life.
+    # life. Sleeping servers wait for the next trainer's `wake`: the device may be in use.
     with LockedFile() as file:
         try:
-            path = SHM_DIRECTORY + companion_name(NOTE_KIND, name)
-            file.open(path, os.O_RDONLY, "the note of paused servers")
+            file.open(note_path(name), os.O_RDONLY, "the note of paused servers")
+            note = read_fleet_note(name)
         except (OSError, errors.LayoutMismatchError):  # missing, or not this user's
             return False
-        return os.fstat(file.fd).st_size > 0 and file.lock(shared=True)
+        return note is not None and not note.asleep and file.lock(shared=True)

@@ -20,6 +20,7 @@ from shmbus.base.format import fold, several, show_count, show_duration
 from shmbus.data.status_types import (
     BusStatus,
     DaemonStatus,
+    EngineStatus,
     Finding,
     GroupCells,
     LeaseStatus,
@@ -28,6 +29,7 @@ from shmbus.data.status_types import (
 )
 from shmbus.inspect.who_is_missing import waiting_for
 from shmbus.segment.explain import DAEMON_LABEL
+from shmbus.segment.fleet_note import ASLEEP_REASON
 
 #: Seconds without movement after which a bus with open work stands still.
 STILL_S: Final = 60.0
@@ -66,6 +68,7 @@ _FIRST: Final = (
     "not_back",
     "no_trainer",
     "rank_missing",
+    "engines_asleep",
     "nobody_sends",
     "requests_paused",
     "workers_held",
@@ -92,7 +95,7 @@ _KINDS_OF_PAGE: Final = {
     "docs/trainer.md#when-engine-and-trainer-disagree": "precision_gap",
     "docs/tuning.md#how-far-ahead": "trainers_wait",
     "docs/weights.md#into-vllm-and-sglang-servers": "engine_behind engine_unknown "
-    "engines_unknown servers_left",
+    "engines_asleep engines_unknown servers_left",
 }
 PAGES: Final = {kind: page for page, kinds in _KINDS_OF_PAGE.items() for kind in kinds.split()}
 
@@ -113,6 +116,7 @@ def judge(
         *_pause(status),
         *_earlier_run(status),
         *_engines(status),
+        *_asleep(status, wants),
         *_space(status),
         *_producers(status, groups),
         *_nobody_sends(status, groups, wants),
@@ -308,7 +312,8 @@ def _unused(status: BusStatus) -> Finding:
 
 
 def _pause(status: BusStatus) -> Iterator[Finding]:
-    if (pause := status.paused) is not None:
+    pause = status.paused
+    if pause is not None and not (_sleepers(status) and pause.reason == ASLEEP_REASON):
         yield Finding(
             kind="paused",
             cost=0.9 if pause.age_s >= STILL_S else 0.4,
@@ -381,6 +386,36 @@ def _engines(status: BusStatus) -> Iterator[Finding]:
             advice="`EngineFleet.catch_up()` or the next update brings the newest version",
             who=who,
         )
+
+
+def _sleepers(status: BusStatus) -> list[EngineStatus]:
+    return [each for each in status.engines if each.state in ("asleep", "waking")]
+
+
+def _asleep(status: BusStatus, wants: str) -> Iterator[Finding]:
+    """Name sleeping servers: a fault only without a trainer, or with a waiting trainer."""
+    sleepers = _sleepers(status)
+    if not sleepers:
+        return
+    who = [each.address for each in sleepers]
+    since_s = max(each.asleep_s or 0.0 for each in sleepers)
+    # A prefetching trainer waits for groups in its training step too.
+    fault = _waits(status, wants) if since_s >= STILL_S else ""
+    daemon = status.daemon
+    is_there = status.collector.alive
+    if daemon is not None and daemon.answers:
+        is_there = any(lease.connected for lease in daemon.leases)
+    fault = fault if is_there else "no trainer is there to wake them"
+    wakes = f"`EngineFleet.wake` or `shmbus weights {status.name} --resume` continues requests"
+    yield Finding(
+        kind="engines_asleep",
+        cost=0.7 if fault else 0.05,
+        what=f"{fold(who, _NAMED)} {'sleeps' if len(who) == 1 else 'sleep'} while the trainer has "
+        f"the GPU, for {show_duration(since_s)}",
+        cause=fault,
+        advice=wakes if fault else "",
+        who=who,
+    )
 
 
 def _stillness(status: BusStatus, still_s: float | None) -> Iterator[Finding]:

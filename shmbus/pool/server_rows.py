@@ -5,6 +5,7 @@ Invariants:
 - A version is known while each rank with a row lives and names a published version. Otherwise the
   version is unknown, with a reason.
 - A server without a loaded version counts as version 0 until the trainer's version rises.
+- The fleet's note names sleeping servers; without weights a sleeper's version is unknown.
 - A row outlives the rank's process, until the rank comes back or a fleet without the server drops
   the row (`drop_dead_rows`): every process knows that a restarted server lacks weights.
 """
@@ -34,6 +35,7 @@ from shmbus.pool.pool_status import (
     status_of_pool,
 )
 from shmbus.pool.reader import PoolReader
+from shmbus.segment.fleet_note import DISCARDED, FleetNote, read_fleet_note
 from shmbus.segment.names import leads_to
 from shmbus_ext import _core
 
@@ -48,10 +50,14 @@ FRESH_S: Final = 0.05
 #: Names of servers without an address, behind a client of their trainer.
 CLIENT_NAMES: Final = "vllm."
 _RANK: Final = " rank "
+_ENDED: Final = "has ended"
 #: Reason of the unknown version of a server without rows.
 NO_ROW: Final = "none of its ranks has a row in the bus's weights"
 
-ServerState = Literal["serving", "behind", "loading", "unknown"]
+#: Reason for no answer of a sleeping server.
+ASLEEP: Final = "asleep until EngineFleet.wake"
+
+ServerState = Literal["serving", "behind", "loading", "unknown", "asleep", "waking"]
 
 
 def row_name(address: str) -> str:
@@ -115,10 +121,44 @@ class ServerVersion(msgspec.Struct, frozen=True, kw_only=True):
     life: str = ""
     #: Time of the version's publication; None after the reuse of the version's slot.
     published_unix_ns: int | None = None
+    #: True while a sleeping server has no weights; `oldest` and `newest` ran before the sleep.
+    discarded: bool = False
+    #: Time of the begin of its sleep.
+    asleep_unix_ns: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version of a sample that begins now; None for an unknown version."""
+        return None if self.discarded else self.oldest
+
+    @property
+    def sleeps(self) -> bool:
+        """Return whether the server sleeps, and answers no request before a wake."""
+        return self.state in ("asleep", "waking")
 
 
-def server_versions(pool: PoolStatus, trainers: int) -> dict[str, ServerVersion]:
-    """Return the servers of a pool by their row name; `trainers` is the trainer's version."""
+def server_versions(bus: str, pool: PoolStatus | None, trainers: int) -> dict[str, ServerVersion]:
+    """Return the servers of a bus by their row name; `trainers` is the trainer's version."""
+    found = {} if pool is None else _by_rows(pool, trainers)
+    note = read_fleet_note(bus) or FleetNote()
+    for address, sleep in note.asleep.items():
+        name = row_name(address)
+        known = found.get(name)
+        if known is None:
+            known = ServerVersion(name=name, state="unknown", ranks=0)
+        elif _ENDED in known.why:
+            continue  # a restarted server is awake
+        found[name] = msgspec.structs.replace(
+            known,
+            state="waking" if sleep.has_weights else "asleep",
+            discarded=sleep.level == DISCARDED,
+            asleep_unix_ns=note.asleep_unix_ns,
+            why=ASLEEP,
+        )
+    return found
+
+
+def _by_rows(pool: PoolStatus, trainers: int) -> dict[str, ServerVersion]:
     ranks: dict[str, dict[str, ReaderStatus]] = {}
     for row in pool.readers:
         name = server_of_label(row.label)
@@ -169,7 +209,7 @@ def _unknown(row: ReaderStatus, pool: PoolStatus, trainers: int) -> str:
     rank = f"rank {row.label.rpartition(_RANK)[2]}"
     if row.state == "dead":
         ran = "" if row.applied_version is None else f" with version {row.applied_version}"
-        return f"the process of {rank} (pid {row.pid}) has ended{ran}"
+        return f"the process of {rank} (pid {row.pid}) {_ENDED}{ran}"
     if row.error_code == LOADING_CODE and row.refused_version is not None:
         return ""
     if row.applied_version is None:
@@ -223,9 +263,9 @@ class ServerRows:
         if opened:
             self._lose()
         if self._pool is None:
-            return self._lost
+            return server_versions(self._bus, None, trainers) or self._lost
         status = status_of_pool(self._bus, WEIGHTS, self._pool)
-        found = server_versions(status, trainers)
+        found = server_versions(self._bus, status, trainers)
         if removed and not opened and not any(row.state == "alive" for row in status.readers):
             self._lose()
             self._close()  # frees the memory of the removed pool
@@ -267,9 +307,9 @@ class ServerRows:
             if trainers == 0:
                 return 0
             raise _unknown_error(self._bus, {address: NO_ROW})
-        if server.oldest is None:
+        if server.version is None:
             raise _unknown_error(self._bus, {address: server.why})
-        return server.oldest
+        return server.version
 
     def oldest(self, trainers: int) -> int:
         """Return the oldest version of all servers; the trainer's version on a bus without servers.
@@ -278,10 +318,10 @@ class ServerRows:
         """
         found, unknown = [], {}
         for name, server in self.read(trainers).items():
-            if server.oldest is None:
+            if server.version is None:
                 unknown[name] = server.why
             else:
-                found.append(server.oldest)
+                found.append(server.version)
         if unknown:
             raise _unknown_error(self._bus, unknown)
         return min(found, default=trainers)
@@ -289,7 +329,7 @@ class ServerRows:
     def all_unknown(self, trainers: int) -> bool:
         """Return whether the bus has servers and knows no server's version."""
         servers = self.read(trainers)
-        return bool(servers) and all(each.oldest is None for each in servers.values())
+        return bool(servers) and all(each.version is None for each in servers.values())
 
     def close(self) -> None:
         """Close the pool."""
@@ -301,7 +341,7 @@ def _unknown_error(bus: str, why: dict[str, str]) -> VersionUnknownError:
     said = "; ".join(f"{name}: {each}" for name, each in why.items())
     return VersionUnknownError(
         f"bus {bus!r}: the weights version of {said}. Label no sample of that server: give its "
-        "request back, and go on after EngineFleet.catch_up() or update(). A fleet without the "
-        "server drops the server",
+        "request back, and go on after EngineFleet.catch_up(), update() or wake(). A fleet without "
+        "the server drops the server",
         list(why),
     )

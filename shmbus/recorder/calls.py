@@ -192,7 +192,7 @@ class _Call:
                 self._session.no_engine = True
                 raise CallRefusal(
                     HTTPStatus.SERVICE_UNAVAILABLE,
-                    "version_unknown",
+                    "asleep" if self._begun.by == "asleep" else "version_unknown",
                     f"engine {engine.url}: its weights version is unknown: {self._begun.why}; "
                     "bring weights by EngineFleet.catch_up() or update(), under the address of "
                     "--engine, or start the recorder with --assume-trainer-version; ask again",

@@ -23,7 +23,7 @@ class EngineVersion(NamedTuple):
     """The version of one engine at one moment, with the source; no span for an unknown version."""
 
     span: Span | None
-    by: Literal["rows", "start", "trainer", "unknown"]
+    by: Literal["rows", "start", "trainer", "unknown", "asleep"]
     why: str = ""
     #: Row and pid of each rank of the engine.
     processes: tuple[tuple[int, int], ...] = ()
@@ -42,11 +42,13 @@ class EngineVersions:
         """The trainer's policy version."""
         return self._producer._segment.policy_version
 
-    def of(self, url: str, *, afresh: bool = False) -> EngineVersion:
-        """Return the version of an engine now."""
+    def of(self, url: str, *, afresh: bool = False, ended: bool = False) -> EngineVersion:
+        """Return the version of an engine for a call that begins now, or has `ended`."""
         version = self.trainers
         found = self._rows.read(version, afresh=afresh).get(row_name(url))
         if found is not None:
+            if found.sleeps and not ended:  # no answer comes before the wake
+                return EngineVersion(None, "asleep", found.why, found.processes)
             if found.oldest is None or found.newest is None:
                 return EngineVersion(None, "unknown", found.why, found.processes)
             return EngineVersion(Span(found.oldest, found.newest), "rows", "", found.processes)
@@ -70,7 +72,7 @@ class EngineVersions:
         BadAnswer for an engine without known weights, to send the call to the next engine, and for
         an answer with an unpublished version.
         """
-        now = self.of(url, afresh=True)
+        now = self.of(url, afresh=True, ended=True)
         if begun.span is None or now.span is None:
             raise BadAnswer(f"its weights are unknown: {now.why or begun.why}", engine_gone=True)
         if begun.processes and now.processes != begun.processes:

@@ -14,30 +14,17 @@ import os
 import secrets
 from typing import Final
 
-import msgspec
-
-from shmbus.data.encoding import decodable
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, shm_path
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-#: The companion of a fleet's note about a running update of servers (`shmbus.engines.pause_note`).
-NOTE_KIND: Final = "fleet"
 #: The companion whose reader rows name each engine's publication.
 WEIGHTS_KIND: Final = "weights"
-_MAX_NOTE_BYTES: Final = 1 << 20
 #: Random bytes of a single request's salt.
 _OWN_BYTES: Final = 8
 _BUS_HEADER: Final = _core.layout()["bus_header"]
 _IDENTITY_AT: Final = _BUS_HEADER["offsets"][_BUS_HEADER["names"].index("identity")]
 _IDENTITY_BYTES: Final = 16
-
-
-@decodable
-class _Note(msgspec.Struct):
-    """The part of a note that salts depend on; a note without `updating` means a busy fleet."""
-
-    updating: bool = True
 
 
 def life_name(life: int, *sequences: int) -> str:
@@ -65,7 +52,11 @@ def cache_salt(bus: str, policy_version: int) -> str:
     # Rows first: an update writes the note before rows change, so a row in mid-update is never
     # missed.
     life = _life_in_force(bus, policy_version)
-    if life is None or _is_updating(bus):
+    # A producer loads few modules; the note comes with the first salt.
+    from shmbus.segment.fleet_note import read_fleet_note
+
+    note = read_fleet_note(bus)
+    if life is None or (note is not None and note.updating):
         life = f"+{secrets.token_hex(_OWN_BYTES)}"
     return f"{policy_version}.{life}"
 
@@ -88,23 +79,6 @@ def _life_in_force(bus: str, version: int) -> str | None:
         return os.pread(segment, _IDENTITY_BYTES, _IDENTITY_AT).hex()
     finally:
         os.close(segment)
-
-
-def _is_updating(bus: str) -> bool:
-    what = f"the note of bus {bus!r} about its inference servers"
-    file = _open(SHM_DIRECTORY + companion_name(NOTE_KIND, bus), what)
-    if file is None:
-        return False
-    try:
-        raw = os.pread(file, _MAX_NOTE_BYTES, 0)
-    finally:
-        os.close(file)
-    if not raw:
-        return False
-    try:
-        return msgspec.msgpack.decode(raw, type=_Note).updating
-    except msgspec.DecodeError:
-        return True  # a write is under way
 
 
 def _open(path: str, what: str) -> int | None:

@@ -14,6 +14,7 @@ HAS_WHEEL = importlib.util.find_spec("sglang") is not None
 _MODES = ("abort", "retract", "in_place")
 _BASE = {"rid": (str, type(None)), "http_worker_ipc": (str, type(None))}
 _SELECTOR = {"selector": (str,)}
+_TAGS = {"tags": (list, type(None))}
 #: path: (the wheel's type, fields and their types, which of them must be there)
 REQUESTS: dict[str, tuple[str, dict[str, tuple[type, ...]], set[str]]] = {
     "/pause_generation": ("PauseGenerationReqInput", {"mode": (str,)}, set()),
@@ -37,6 +38,8 @@ REQUESTS: dict[str, tuple[str, dict[str, tuple[type, ...]], set[str]]] = {
         },
         {"serialized_named_tensors"},
     ),
+    "/release_memory_occupation": ("ReleaseMemoryOccupationReqInput", _TAGS, set()),
+    "/resume_memory_occupation": ("ResumeMemoryOccupationReqInput", _TAGS, set()),
     "/update_weights_from_disk": (
         "UpdateWeightFromDiskReqInput",
         {

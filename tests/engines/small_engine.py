@@ -39,6 +39,8 @@ class SmallEngine:
         self.in_flight = 0
         self.aborted = 0
         self.seen: list[tuple[str, Any]] = []
+        #: Kinds of memory that the device lacks.
+        self.asleep: set[str] = set()
 
     def routes(self) -> list[web.RouteDef]:
         raise NotImplementedError
@@ -46,9 +48,22 @@ class SmallEngine:
     def take_fault(self, step: str, *kinds: str) -> str:
         return self.faults.pop(step) if self.faults.get(step) in kinds else ""
 
+    async def step_of(self, request: web.Request) -> str:
+        return self.steps.get(request.path, request.path.strip("/"))
+
+    def release(self, discards: bool) -> None:
+        """Free the memory of weights and cache; the weights come back as they were, or torn."""
+        for model in self.models if discards else ():
+            model["value"].fill_(float("nan"))
+        self.asleep = {"weights", "kv_cache"}
+
+    def run_step(self) -> None:
+        if self.asleep:
+            os._exit(1)  # an illegal address ends an engine
+
     @web.middleware
     async def injected(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        step = self.steps.get(request.path, request.path.strip("/"))
+        step = await self.step_of(request)
         kind = self.take_fault(step, "500", "503", "close", "hang", "die", "stop")
         if kind in ("500", "503"):
             return web.Response(text="Internal Server Error", status=int(kind))
@@ -82,6 +97,7 @@ class SmallEngine:
                 await self.running.wait()
                 if self.aborted != aborted:
                     return web.json_response({"tokens": tokens, "finish_reason": "abort"})
+                self.run_step()
                 seen = {
                     value for model in self.models for value in model["value"].unique().tolist()
                 }

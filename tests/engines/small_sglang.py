@@ -4,6 +4,7 @@ Faults: "lie" (no rank was told), "cache" (new weights, answer failure), "break"
 """
 
 import asyncio
+import os
 import sys
 import types
 from collections.abc import Iterable
@@ -51,6 +52,7 @@ class SmallSglang(SmallEngine):
         "/update_weights_from_disk": "reload",
         "/continue_generation": "resume",
         "/flush_cache": "flush",
+        "/release_memory_occupation": "sleep",
     }
     client: ClassVar[type[Any]] = SglangServer
     info: ClassVar[dict[str, Any]] = {}
@@ -87,7 +89,8 @@ class SmallSglang(SmallEngine):
     async def server_info(self, request: web.Request) -> web.Response:
         answer = {
             "tp_size": self.ranks, "pp_size": 1, "dp_size": 1, "quantization": None,
-            "custom_weight_loader": [LOADER], "version": "0.5.23", **self.info,
+            "custom_weight_loader": [LOADER], "version": "0.5.23", "enable_memory_saver": True,
+            "enable_weights_cpu_backup": False, **self.info,
         }  # fmt: skip
         return web.json_response(answer)
 
@@ -115,6 +118,27 @@ class SmallSglang(SmallEngine):
         self.running.set()
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
+    async def step_of(self, request: web.Request) -> str:
+        if request.path != "/resume_memory_occupation":
+            return await super().step_of(request)
+        return f"wake {(await request.json())['tags'][0]}"
+
+    async def release_memory(self, request: web.Request) -> web.Response:
+        tags = (await self.decoded(request))["tags"]
+        idle = not self.running.is_set() and (self.retracted or not self.in_flight)
+        if not idle or self.asleep:
+            os._exit(1)  # a failed assertion ends the scheduler
+        self.release(discards=not self.info.get("enable_weights_cpu_backup"))
+        self.asleep = set(tags)
+        return web.json_response(None)
+
+    async def resume_memory(self, request: web.Request) -> web.Response:
+        tags = set((await self.decoded(request))["tags"])
+        if not tags <= self.asleep:
+            os._exit(1)
+        self.asleep -= tags
+        return web.json_response(None)
+
     async def begin(self, request: web.Request) -> web.Response:
         await self.decoded(request)
         assert not self.running.is_set(), "an update of a server that generates"
@@ -128,6 +152,7 @@ class SmallSglang(SmallEngine):
     async def update(self, request: web.Request) -> web.Response:
         fields = await self.decoded(request)
         assert fields["load_format"] == LOADER
+        assert "weights" not in self.asleep
         if not self.session:
             return self.said(
                 False,
@@ -186,8 +211,14 @@ class SmallSglang(SmallEngine):
             web.post("/end_weight_update", self.end),
             web.post("/update_weights_from_disk", self.from_disk),
             web.post("/flush_cache", self.flush),
+            web.post("/release_memory_occupation", self.release_memory),
+            web.post("/resume_memory_occupation", self.resume_memory),
             web.post("/encode", self.encode),
         ]
+
+
+class BackedUp(SmallSglang):
+    info: ClassVar[dict[str, Any]] = {"enable_weights_cpu_backup": True}
 
 
 class Replicated(SmallSglang):

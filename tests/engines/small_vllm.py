@@ -32,6 +32,7 @@ class SmallVllm(SmallEngine):
         "/finish_weight_update": "finish",
         "/collective_rpc": "reload",
         "/reset_encoder_cache": "encoder",
+        "/sleep": "sleep",
     }
     drafts: ClassVar[bool] = False
 
@@ -123,8 +124,35 @@ class SmallVllm(SmallEngine):
     async def is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": not self.running.is_set()})
 
+    async def step_of(self, request: web.Request) -> str:
+        wakes = request.path == "/wake_up"
+        return f"wake {request.query['tags']}" if wakes else await super().step_of(request)
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        """Free memory; memory that sleeps already sleeps on, and no configuration is asked."""
+        level = int(request.query["level"])
+        self.seen.append(("sleep", (level, request.query["mode"])))
+        self.running.clear()
+        if "weights" not in self.asleep:
+            self.release(discards=level == 2)
+        return web.json_response({"status": "sleeping", "level": level})
+
+    async def is_sleeping(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": bool(self.asleep) or not self.running.is_set()})
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        """Take memory again, and resume once all of it is there, whatever it holds."""
+        tags = set(request.query.getall("tags", ["weights", "kv_cache"]))
+        self.seen.append(("wake", sorted(tags)))
+        if tags <= self.asleep:
+            self.asleep -= tags
+        if not self.asleep:
+            self.running.set()
+        return web.json_response({"status": "sleeping" if self.asleep else "awake"})
+
     async def start(self, request: web.Request) -> web.Response:
         assert not self.running.is_set(), "an update of a server that generates"
+        assert "weights" not in self.asleep
         if self.updating:
             return self.raised("an update is active already")
         self.updating, self.problem = True, "no version came"
@@ -208,6 +236,9 @@ class SmallVllm(SmallEngine):
             web.post("/update_weight_version", self.set_version),
             web.get("/weight_info", self.weight_info),
             web.post("/reset_encoder_cache", self.in_turn(self.reset_encoder)),
+            web.post("/sleep", self.in_turn(self.sleep)),
+            web.post("/wake_up", self.in_turn(self.wake_up)),
+            web.get("/is_sleeping", self.is_sleeping),
             web.post("/encode", self.encode),
         ]
 

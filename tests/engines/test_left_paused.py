@@ -16,8 +16,7 @@ from shmbus import Bus, DamagedError, LayoutMismatchError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
 from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
 from shmbus.engines.resume import resume
-from shmbus.segment.cache_salt import NOTE_KIND
-from shmbus.segment.names import SHM_DIRECTORY, companion_name
+from shmbus.segment.fleet_note import note_path
 from shmbus.weights import WeightsError, share_model
 
 pytest_plugins = ["engine_fixtures"]
@@ -142,7 +141,7 @@ async def test_a_torn_model_that_cannot_pause_is_served_by_none(bus: Bus, server
 
 async def test_an_unreadable_note_locks_nobody(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(1)
-    path = Path(SHM_DIRECTORY + companion_name(NOTE_KIND, bus.name))
+    path = Path(note_path(bus.name))
     path.write_bytes(b"another version's")
     with pytest.raises(LayoutMismatchError, match="unknown format"):
         await update(bus.name, trainer, 1, running)

@@ -34,10 +34,10 @@ POINTS = [
 
 
 def start_trainer(
-    bus: str, kind: str, running: list[Running], step: str, after: bool, number: int
+    bus: str, kind: str, running: list[Running], step: str, after: bool, number: int, level: int = 0
 ) -> Any:
-    urls = [each.url for each in running]
-    process = TEMPLATE.Process(target=end_in_an_update, args=(bus, kind, urls, step, after, number))
+    arguments = (bus, kind, [each.url for each in running], step, after, number, level)
+    process = TEMPLATE.Process(target=end_in_an_update, args=arguments)
     process.start()
     return process
 

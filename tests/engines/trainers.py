@@ -55,9 +55,12 @@ class Scene(NamedTuple):
 
 
 def end_in_an_update(
-    bus: str, kind: str, urls: list[str], step: str, after: bool, number: int
+    bus: str, kind: str, urls: list[str], step: str, after: bool, number: int, level: int = 0
 ) -> None:
-    """Bring version 1 to the servers, and get a signal when all are at a step of version 2."""
+    """Bring version 1 to the servers, and get a signal when all are at a step of version 2.
+
+    With a level, the servers sleep first, and wake with version 2.
+    """
     torch.set_num_threads(1)
     server = KINDS[kind]
     at_it: list[str] = []
@@ -82,6 +85,10 @@ def end_in_an_update(
         async with EngineFleet([server(url) for url in urls], bus=bus, timeout=TIMEOUT_S) as fleet:
             await fleet.update(trainer, 1)
         async with EngineFleet([Ending(url) for url in urls], bus=bus, timeout=TIMEOUT_S) as fleet:
-            await fleet.update(trainer, 2)
+            if level:
+                await fleet.sleep(level)
+                await fleet.wake(trainer, 2)
+            else:
+                await fleet.update(trainer, 2)
 
     asyncio.run(main())

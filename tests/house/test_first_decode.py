@@ -68,6 +68,6 @@ def test_no_first_decode_builds_the_tables_of_a_class(spawn: Spawner) -> None:
         path for room in ("shmbus", "trainer_adapter") for path in ROOT.glob(f"{room}/**/*.py")
     ]
     known = sorted(set().union(*map(decoded, modules)))
-    assert ("shmbus.segment.cache_salt", "_Note") in known
+    assert ("shmbus.segment.fleet_note", "FleetNote") in known
     found = spawn.script(FIRST, json.dumps([*known, *FURTHER]), fresh=True).finish()
     assert json.loads(found) == []

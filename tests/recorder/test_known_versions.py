@@ -16,9 +16,11 @@ from stub_engine import StubEngine
 from versioned_engine import NO_WEIGHTS, version_of
 
 import shmbus
+from shmbus.engines.pause_note import PauseNote, PauseNotice
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, read_pool
 from shmbus.pool.server_rows import drop_dead_rows
 from shmbus.recorder import settings as limits
+from shmbus.segment.fleet_note import Sleep
 
 pytest_plugins = ["recorder_fixtures"]
 
@@ -171,6 +173,29 @@ def test_calls_go_to_an_engine_that_is_known_and_are_refused_where_none_is(
     wait_until(lambda: known(recorder) == [(None, "unknown"), ([3, 3], "rows")])
     assert call(recorder, key, "one")[0] == 200
     assert (first.calls, second.calls) == (0, 1)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_sleeps_gets_calls_after_its_wake(
+    level: int, start: Any, start_recorder: Any, publisher: PoolPublisher,
+    feeder: shmbus.Feeder, consumer: shmbus.Consumer, short_wait: None,
+) -> None:  # fmt: skip
+    engine = start()
+    recorder = start_recorder(engine.url, assume_trainer_version=False)
+    publish(publisher, 3)
+    consumer.policy_version = 3
+    engine.load()
+    feeder.request("q", group_size=1)
+    key = open_session(recorder)["api_key"]
+    with PauseNote(feeder.name) as note:
+        note.write(PauseNotice(1, [("vllm", engine.url)], 3, None))
+        note.set_sleep(engine.url, Sleep(level))
+        wait_until(lambda: known(recorder) == [(None, "asleep")])
+        status, answer = call(recorder, key, "one")
+        assert (status, answer["error"]["code"], engine.calls) == (503, "asleep", 0)
+        note.clear({engine.url})
+    wait_until(lambda: known(recorder) == [([3, 3], "rows")])
+    assert call(recorder, key, "one")[0] == 200
 
 
 def wrong_row(bus: str, publisher: PoolPublisher, url: str, kind: str) -> PoolReader:
