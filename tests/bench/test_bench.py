@@ -5,13 +5,12 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Spawner, wait_until
-from fork_server import FUNCTIONS
 
 from bench import machine, processes, program, ranks, report, suite, weights
 from bench.levels import LEVELS
@@ -30,6 +29,7 @@ RESULTS = ROOT / "bench" / "results"
 PATH = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 # Longer than a loaded machine needs to start two dozen interpreters, some of which import torch.
 DEADLINE_S = 200.0
+pytest_plugins = ["bench_fixtures"]
 pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
 
 
@@ -297,19 +297,6 @@ def test_a_signal_ends_a_program_that_leaves_nothing_behind(
 
 
 # --- processes
-
-
-@pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
-    """Fork the processes from one that has this module: no figure counts here."""
-    before = os.environ.get(processes.TEMPLATE)
-    processes.use_template(*FUNCTIONS)
-    processes.context.cache_clear()
-    yield
-    os.environ.pop(processes.TEMPLATE)
-    if before is not None:
-        os.environ[processes.TEMPLATE] = before
-    processes.context.cache_clear()
 
 
 def end_by(start: Callable[[], None], number: int) -> None:

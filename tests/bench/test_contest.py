@@ -6,14 +6,11 @@ server of Atropos, run in environments of their own, which a test has not.
 
 import importlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fork_server import FUNCTIONS
 
-from bench import processes
 from bench.contenders import MODULES, contenders, module
 from bench.contest import moving, survival
 from bench.contest import run as contest_run
@@ -24,6 +21,8 @@ from bench.workload import Workload
 ROOT = Path(__file__).resolve().parents[2]
 LIGHT = [name for name, contender in contenders().items() if not contender.environment]
 QUEUE = "multiprocessing.Queue"
+pytest_plugins = ["bench_fixtures"]
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def installed(name: str) -> ModuleType:
@@ -33,19 +32,6 @@ def installed(name: str) -> ModuleType:
     except MeasurementError as error:
         pytest.skip(f"{name}: {error}")
     return found
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forked() -> Iterator[None]:
-    """Fork the processes of measurements: no figure counts here, and imports take the longest."""
-    before = os.environ.get(processes.TEMPLATE)
-    processes.use_template(*FUNCTIONS)
-    processes.context.cache_clear()
-    yield
-    os.environ.pop(processes.TEMPLATE)
-    if before is not None:
-        os.environ[processes.TEMPLATE] = before
-    processes.context.cache_clear()
 
 
 @pytest.fixture(autouse=True)

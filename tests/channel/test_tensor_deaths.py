@@ -1,22 +1,18 @@
 """Sides of a tensor channel, killed in a phase of a step: told at once, and succeeded."""
 
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import DEFAULT_DEADLINE_S, wait_until
 from fork_server import TEMPLATE
 
-from shmbus import PeerGoneError, WaitTimeoutError
-from shmbus.tensors import ChannelClosedError, TensorChannel
+from shmbus import PeerGoneError
+from shmbus.tensors import TensorChannel
 from shmbus.tensors import tensor_receiver as receiving
 from shmbus.tensors import tensor_sender as sending
 
@@ -24,7 +20,6 @@ SPECS = {"hidden": ("float32", (4, 8)), "ids": ("int64", (4,))}
 # Far beyond what a test waits: only the other side's message or death can end a wait in time.
 NEVER_S = 3600.0
 # Of sides that call again: less than they are stopped.
-PATIENCE_S = 0.05
 
 
 def good(value: int = 0) -> dict[str, torch.Tensor]:
@@ -131,67 +126,3 @@ def test_a_receiver_killed_in_a_phase_is_succeeded(bus_name: str, phase: str) ->
                 sender.send(good(sender.next_step), step=step + 1)
             with successor.recv(20):
                 pass
-
-
-def patient_sender(shared: Any, phase: str, pipe: Connection) -> None:
-    name, late, enough = shared
-    with TensorChannel.create(name, slots=1, timeout=PATIENCE_S) as sender:
-        pipe.send(phase)
-        while not enough.value:
-            try:
-                sender.send(good(sender.next_step))
-            except WaitTimeoutError:  # nothing is lost: call again
-                late.value += 1
-        wait_until(lambda: sender.acked_step + 1 == sender.next_step)
-
-
-def patient_receiver(shared: Any, phase: str, pipe: Connection) -> None:
-    name, late, _ = shared
-    expected = 0
-    with TensorChannel.open(name, specs=SPECS, wait=30, timeout=PATIENCE_S) as receiver:
-        while True:
-            try:
-                with receiver.recv() as item:
-                    assert (item.step, item["ids"].tolist()) == (expected, [expected] * 4)
-            except WaitTimeoutError:
-                late.value += 1
-                continue
-            except ChannelClosedError:
-                return
-            expected += 1
-            if expected == 3:
-                pipe.send(phase)
-
-
-def stop(child: Any) -> None:
-    os.kill(child.pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{child.pid}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-
-
-def go_on_in_vain(child: Any, late: Any) -> None:
-    """SIGCONT, and wait until it has waited in vain once more."""
-    before = late.value
-    os.kill(child.pid, signal.SIGCONT)
-    wait_until(lambda: late.value > before)
-
-
-def test_both_sides_stopped_and_continued_go_on_with_each_step_once(bus_name: str) -> None:
-    late = [TEMPLATE.RawValue("L") for _ in range(2)]
-    enough = TEMPLATE.RawValue("b")
-    with (
-        child_at(patient_sender, (bus_name, late[0], enough), "created") as sender,
-        child_at(patient_receiver, (bus_name, late[1], enough), "received") as receiver,
-    ):
-        sides = (sender, receiver)
-        for goes_on, its_late in zip(sides, late, strict=True):
-            for child in sides:
-                stop(child)
-            # The other one is late, which passes for no death.
-            go_on_in_vain(goes_on, its_late)
-            for child in sides:
-                os.kill(child.pid, signal.SIGCONT)
-        enough.value = 1
-        for child in sides:
-            child.join(DEFAULT_DEADLINE_S)
-            assert child.exitcode == 0

@@ -35,11 +35,6 @@ class Case(NamedTuple):
     headers: dict[str, str] = {}  # noqa: RUF012  (never changed)
 
 
-PACKED = gzip.compress(json.dumps(GOOD).encode())
-DAMAGED = PACKED[:20] + bytes([PACKED[20] ^ 0xFF]) + PACKED[21:]
-GZIP = {"Content_Encoding": "gzip"}
-
-
 def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in GOOD.items() if name != key}
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import random
 import re
 import socket
@@ -22,8 +21,6 @@ from trainer_adapter.adapters.atropos import AtroposTrainer
 
 #: So many tokens are a hundredth of a bus of 1 MiB, with their masks.
 ROW = 600
-#: Of the gateway, at any instant; those that matter are one by one in test_gateway_successor.py.
-KILLS = 12 if "SHMBUS_TEST_LONG" in os.environ else 4
 
 
 def numbered(number: int, length: int = ROW) -> dict[str, Any]:
@@ -266,25 +263,6 @@ def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
     assert all_batches(gateway) == [2, 3]
     gateway.stop()
     assert balanced(gateway.name)
-
-
-def test_a_body_that_the_dead_gateway_had_put_comes_once(gateway_of: Any, seed: int) -> None:
-    delays = random.Random(seed)
-    gateway = gateway_of("--create", "16MiB")
-    gateway.register(batch_size=2)
-    for number in range(KILLS):
-        connection = gateway.connect()
-        connection.sendall(request_bytes("POST", "/scored_data", numbered(number, 20_000)))
-        time.sleep(delays.uniform(0, 0.02))
-        gateway.kill()
-        answered = False
-        with contextlib.suppress(OSError):
-            answered = read_answer(connection).status == 200
-        connection.close()
-        gateway.start()
-        if not answered:
-            assert gateway.post("/scored_data", numbered(number, 20_000)).status == 200
-    assert sorted(all_batches(gateway)) == list(range(KILLS))
 
 
 def test_a_list_that_the_gateway_had_half_put_when_it_died_comes_once(gateway_of: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Child, Spawner, open_descriptors, wait_until
+from conftest import Spawner, open_descriptors
 from operators import cli
 
 from shmbus import BusBusyError, DamagedError, WaitTimeoutError, errors
@@ -431,26 +431,3 @@ def gc_of(name: str, *options: str) -> str:
     done = cli("gc", name, *options)
     assert done.status == 0, done.err
     return done.out
-
-
-def test_a_stopped_publisher_keeps_its_place(bus_name: str, spawn: Spawner) -> None:
-    import signal
-
-    child: Child = spawn.script(
-        "import sys, time\n"
-        "from shmbus.pool import PoolPublisher, PoolSpec\n"
-        'p = PoolPublisher(sys.argv[1], "weights", spec=PoolSpec(slot_bytes=4096))\n'
-        "p.begin(1, 4096).finish()\n"
-        'w = p.begin(2, 4096)\nprint("ready", flush=True); time.sleep(600)',
-        bus_name,
-    )
-    child.expect("ready")
-    child.send_signal(signal.SIGSTOP)
-    with pytest.raises(BusBusyError):
-        PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=4096))
-    with PoolReader(bus_name, KIND) as reader, reader.latest(timeout=5) as lease:
-        assert lease.version == 1
-    child.kill()
-    publisher = wait_until(lambda: PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=4096)))
-    assert publish(publisher, 3, 4096) and publish(publisher, 4, 4096)
-    publisher.close(remove=True)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import signal
 import time
 from pathlib import Path
@@ -97,36 +96,6 @@ def test_cycles_of_everything_leave_nothing_behind(bus_name: str, spawn: Spawner
     # The C library may give an arena back between two counts.
     assert report["mappings"] <= 0, report
     assert report["objects"] < 50 and report["blocks"] < 300, report
-
-
-def test_a_writer_stopped_in_mid_write_delays_nobody(
-    bus_name: str, spawn: Spawner, seed: int
-) -> None:
-    """Stopped at random instants, while the other one puts the capacity several times over."""
-    rng = random.Random(seed)
-    size = 200_000
-    capacity = 16 << 20
-    with shmbus.Bus.create(bus_name, capacity):
-        consumer = shmbus.Consumer(bus_name)
-        stopped, other = (spawn.script(WRITER, bus_name, size) for _ in range(2))
-        stopped.expect("ready")
-        other.expect("ready")
-        for _ in range(10):
-            drain(consumer, 20)
-            time.sleep(rng.random() * 0.003)
-            stopped.send_signal(signal.SIGSTOP)
-            try:
-                drain(consumer, 3 * capacity // size)
-            finally:
-                stopped.send_signal(signal.SIGCONT)
-        drain(consumer, 100)
-        stopped.kill()
-        other.kill()
-        while groups := consumer.take(64, timeout=0.3):
-            consumer.ack(groups)
-        ledger = consumer.stats()
-        assert ledger.balanced and ledger.in_ring == 0 and ledger.dropped == {}, ledger
-        consumer.close()
 
 
 def test_an_open_reservation_delays_nobody_and_can_still_commit(bus_name: str) -> None:

@@ -1,9 +1,6 @@
-"""A relay over nodes in namespaces: `python tests/relay/relay_nodes.py SCENARIO`, as root."""
+"""A relay over nodes in namespaces; the program is a node: ``relay_nodes.py DIRECTORY NAME``."""
 
-import argparse
 import json
-import os
-import random
 import sys
 import tempfile
 import threading
@@ -151,8 +148,7 @@ class Cluster:
 
     def start(self, *names: str) -> None:
         for name in names:
-            place = ["--node", name, "--directory", str(self.directory)]
-            argv = [sys.executable, "-u", __file__, *place]
+            argv = [sys.executable, "-u", __file__, str(self.directory), name]
             log = self.directory / f"{name}.out"
             self.nodes[name] = Node(self.hub, NODES.index(name), argv, log)
 
@@ -294,37 +290,10 @@ def a_partition(
         return {**audit(made), "lost packets": made.hub.lost, "then": time.monotonic() - began}
 
 
-SCENARIOS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "trainer": lambda a: a_trainers_node_dies(a.seed, a.groups),
-    "trainer-put": lambda a: a_trainers_node_dies_under_put(a.seed, a.groups),
-    "rollout": lambda a: a_rollout_node_dies(a.seed, a.groups),
-    "partition": lambda a: a_partition(a.seed, a.groups, cut_s=a.cut, delay_s=a.delay, loss=a.loss),
-}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scenario", nargs="?", choices=SCENARIOS)
-    parser.add_argument("--node", help="be this node (of its own accord)")
-    parser.add_argument("--directory")
-    parser.add_argument("--groups", type=int, default=400)
-    parser.add_argument("--cut", type=float, default=60.0, help="seconds of each partition")
-    parser.add_argument("--delay", type=float, default=0.05, help="seconds of each packet")
-    parser.add_argument("--loss", type=float, default=0.01, help="part of the packets")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    arguments = parser.parse_args()
-    if arguments.node:
-        plan = json.loads((Path(arguments.directory) / "plan.json").read_text())
-        Inside(plan, arguments.node).run()
-        return 0
-    for name in [arguments.scenario] if arguments.scenario else SCENARIOS:
-        began = time.monotonic()
-        said = SCENARIOS[name](arguments)
-        seconds = round(time.monotonic() - began, 1)
-        print(json.dumps({"scenario": name, "seed": arguments.seed, **said, "seconds": seconds}))
-    return 0
+def main() -> None:
+    directory, name = sys.argv[1:]
+    Inside(json.loads((Path(directory) / "plan.json").read_text()), name).run()
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONPATH", os.pathsep.join(sys.path))
-    sys.exit(main())
+    main()

@@ -1,30 +1,16 @@
 """A group that is put whole is there with all of its samples, or with none."""
 
 import asyncio
-import os
-import random
 import threading
 import time
 import tracemalloc
 
 import numpy as np
 import pytest
-from conftest import Spawner
 
 from shmbus import Bus, BusFullError, Consumer, Producer, RecordTooLargeError
 
-KILLS = int(os.environ.get("SHMBUS_TEST_GROUP_KILLS", "12"))
 DATA = np.arange(100, dtype=np.int32)
-
-WRITER = """
-import itertools, sys, numpy as np
-from shmbus import Producer
-with Producer(sys.argv[1]) as producer:
-    print("ready", flush=True)
-    for number in itertools.count():
-        samples = [{"data": np.full(200 + 37 * i, number, np.int32)} for i in range(5)]
-        producer.put_group(f"{sys.argv[2]}-{number}", samples, meta=number)
-"""
 
 
 def samples(count: int, elements: int = 100) -> list[dict[str, object]]:
@@ -140,38 +126,6 @@ def test_an_awaited_group_waits_for_room_and_a_cancelled_one_leaves_nothing(bus_
         Consumer(bus_name) as consumer,
     ):
         asyncio.run(story(producer, consumer))
-
-
-@pytest.mark.timeout(300)
-def test_a_killed_producer_never_leaves_a_part_of_a_group(
-    bus_name: str, spawn: Spawner, seed: int
-) -> None:
-    rng = random.Random(seed)
-    with Bus.create(bus_name, "256KiB", max_producers=2), Consumer(bus_name) as consumer:
-        for life in range(KILLS):
-            writer = spawn.script(WRITER, bus_name, life)
-            writer.expect("ready")
-            seen: list[int] = []
-            end = time.monotonic() + rng.uniform(0.01, 0.2)
-            killed = False
-            idle = 0
-            while not killed or idle < 20:
-                groups = consumer.take(64, timeout=0.01)
-                for group in groups:
-                    assert len(group) == 5
-                    number = group[0].meta
-                    assert [int(t["data"].min()) for t in group] == [number] * 5
-                    assert [t["data"].size for t in group] == [200 + 37 * i for i in range(5)]
-                    seen.append(number)
-                    group.ack()
-                if not killed and time.monotonic() > end and seen:
-                    writer.kill()
-                    killed = True
-                idle = idle + 1 if killed and not groups else 0
-            assert seen == list(range(len(seen)))
-        ledger = consumer.stats()
-        assert ledger.balanced and not ledger.dropped, ledger
-        assert (ledger.stashed, ledger.in_ring, ledger.groups_open) == (0, 0, 0), ledger
 
 
 def test_a_group_takes_memory_by_the_fields_in_use_while_it_is_put(bus_name: str) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from shmbus.pool import read_pool, unlink_pool
 from shmbus.pool.pool_file import pool_path
 from shmbus.weights import ModuleSource, VersionOrderError, WeightPublisher, WeightSubscriber
 
-MakePublisher = Callable[..., WeightPublisher]
 CARRIERS = ["shm", "memfd"]
 
 

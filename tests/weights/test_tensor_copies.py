@@ -129,10 +129,6 @@ def test_each_byte_is_in_one_piece_and_goes_where_it_belongs(seed: int) -> None:
         assert covered == sum(sizes)
 
 
-class Marked(torch.Tensor):
-    """A kind of tensor of a user's own."""
-
-
 def state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return module.state_dict(keep_vars=True)
 

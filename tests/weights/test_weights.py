@@ -304,31 +304,6 @@ def test_a_repeated_cell_that_makes_its_publisher_again_gets_advice(bus_name: st
     exec("publisher.publish(version=1)\npublisher.close()", scope)
 
 
-def test_a_killed_one_is_whole(bus_name: str, spawn: Spawner, subscriber: WeightSubscriber) -> None:
-    child = spawn.script(
-        "import sys, time, torch\nfrom shmbus.weights import *\n"
-        "model = torch.nn.Linear(700, 700)\n"
-        "publisher = WeightPublisher(sys.argv[1], ModuleSource(model), digests=True)\n"
-        "version = 0\n"
-        "while True:\n"
-        "    torch.nn.init.constant_(model.weight, version)\n"
-        "    torch.nn.init.constant_(model.bias, version)\n"
-        "    publisher.publish(version=version)\n"
-        "    version += 1\n",
-        bus_name,
-    )
-    assert subscriber.wait(newer_than=20, timeout=30) > 20
-    child.kill()
-    replica = torch.nn.Linear(700, 700)
-    with subscriber.latest(timeout=5) as weights:
-        weights.load_into(replica)
-        assert (replica.weight == weights.version).all() and (replica.bias == weights.version).all()
-    with WeightPublisher(bus_name, ModuleSource(replica)) as successor:
-        successor.publish(version=-1)
-        with subscriber.latest(timeout=5) as weights:
-            assert weights.version == -1
-
-
 def test_publishing_beside_a_step(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     model = many(300)
     publisher = publishers(model)
