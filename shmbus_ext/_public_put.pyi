@@ -321,7 +321,9 @@ class Writer:
         BusClosedError
             The producer was closed, or made before a fork.
         """
-    def _put_group(self, items: list[dict[str, Any]], timeout: float | None, /) -> None: ...
+    def _put_group(
+        self, items: list[dict[str, Any]], timeout: float | None, checks_only: bool = False, /
+    ) -> None: ...
     def close(self) -> None:
         """Abort open reservations and leave the bus; committed records stay.
 

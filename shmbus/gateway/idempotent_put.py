@@ -6,7 +6,7 @@ the groups on the bus: the collector drops a group that was put twice as surplus
 
 Invariants:
 
-- A body answered with 200 is whole in the bus.
+- A body answered with 200 is whole in the bus; nothing of a refused body is there.
 - Bodies are put one after another, in order of arrival: no body starves.
 - The groups of a body with a lost answer keep their round, also under a successor. Equal bodies
   with delivered answers have different rounds: different groups.
@@ -103,6 +103,7 @@ class IdempotentPut:
             try:
                 # In turn: an equal body before this one was put and answered, or is lost.
                 body = self._body_of(key, len(groups))
+                self._check(body, groups)
                 await self._put(body, groups, deadline_s, alive)
                 return body
             finally:
@@ -133,6 +134,19 @@ class IdempotentPut:
             body.in_doubt |= not isinstance(error, (Refusal, ConnectionResetError))
             self.settle(body, not (body.done or body.in_doubt))
             raise
+
+    def _check(self, body: Body, groups: Sequence[Samples]) -> None:
+        """Refuse a body before its first put if the bus would refuse a later group."""
+        if body.done or len(groups) < 2:
+            return
+        try:
+            for number, samples in enumerate(groups):
+                if samples:
+                    self.producer.check_group(body.id_of(number), samples, round=body.round)
+        except shmbus.RecordTooLargeError as error:
+            raise self._too_large() from error
+        except (TypeError, ValueError) as error:
+            raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
 
     async def _acquire(self, deadline_s: float) -> None:
         left = max(0.0, deadline_s - time.monotonic())

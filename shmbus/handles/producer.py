@@ -435,6 +435,21 @@ class Producer(_core.Writer, ClosedByAnyWith):
         await self._retry(lambda: self._put_group(items, 0), timeout)
         return round
 
+    def check_group(
+        self, instance_id: str | int, samples: Iterable[Mapping[str, Any]], *, round: int
+    ) -> None:
+        """Raise what `put_group` would raise for these samples, and put nothing.
+
+        For a sender of several groups that must arrive together. BusFullError stays possible.
+
+        Parameters
+        ----------
+        instance_id, samples, round
+            Of `put_group`.
+        """
+        items, _ = self._group_items(instance_id, samples, None, None, round, None, None, None)
+        self._put_group(items, 0, True)
+
     def _group_items(
         self,
         instance_id: str | int,

@@ -13,6 +13,8 @@ from http_requests import request_bytes, scored
 
 GOOD = scored([1, 2], [3, 4])
 TINY = scored([1])
+#: More levels than a meta may have.
+DEEP = json.loads('{"a": ' * 200 + "0" + "}" * 200)
 #: What is left of a character that was cut in two, as json.dumps writes it.
 HALF = "\ud83d"
 
@@ -101,6 +103,8 @@ CASES = [
          "scores[0]: expected a number within 1e+38, got -1e+39"),
     Case("list with one large score", "POST", "/scored_data_list",
          [TINY, {**GOOD, "scores": [1e39, 1]}], 422, "scores[0]"),
+    Case("list with one deep meta", "POST", "/scored_data_list",
+         [TINY, {**GOOD, "overrides": [DEEP, {}]}], 422, "at most 128"),
     Case("token 2**70", "POST", "/scored_data", {**GOOD, "tokens": [[2**70, 2], [3, 4]]}, 422,
          "beyond 64 bits"),
     Case("token 2**63", "POST", "/scored_data", {**GOOD, "tokens": [[2**63, 2], [3, 4]]}, 422,

@@ -233,16 +233,18 @@ static bool read_samples(WriterObject *self, struct whole_group *group, PyObject
     return true;
 }
 
-static bool claim(WriterObject *self, struct whole_group *group, double timeout_s) {
+static bool fits(const WriterObject *self, const struct whole_group *group) {
     uint64_t limit = self->segment->c.record_limit;
-    if (group->bytes > limit) {
-        return py_refuse(
-            hooks.too_large_error,
-            "bus '%U': a group that is put whole takes at most %llu bytes, this one needs "
-            "%llu; put its samples with put_many and a round from next_round(), or "
-            "create the bus with a larger capacity (a group may take a quarter of it)",
-            self->segment->name, U64(limit), U64(group->bytes));
-    }
+    return group->bytes <= limit ||
+           py_refuse(
+               hooks.too_large_error,
+               "bus '%U': a group that is put whole takes at most %llu bytes, this one needs "
+               "%llu; put its samples with put_many and a round from next_round(), or "
+               "create the bus with a larger capacity (a group may take a quarter of it)",
+               self->segment->name, U64(limit), U64(group->bytes));
+}
+
+static bool claim(WriterObject *self, struct whole_group *group, double timeout_s) {
     struct wanted_room wanted = py_writer_wants(self, &group->samples[0]);
     wanted.bytes = group->bytes;
     if (!py_writer_claim_room(self, &wanted, timeout_s, &group->at[0])) {
@@ -273,8 +275,9 @@ static void publish(WriterObject *self, struct whole_group *group) {
 
 PyObject *py_writer_put_group(WriterObject *self, PyObject *args) {
     PyObject *items, *timeout;
+    int checks_only = 0;
     double timeout_s;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &items, &timeout) ||
+    if (!PyArg_ParseTuple(args, "O!O|p", &PyList_Type, &items, &timeout, &checks_only) ||
         !py_parse_timeout(timeout, &timeout_s) || !py_writer_usable(self)) {
         return NULL;
     }
@@ -291,8 +294,8 @@ PyObject *py_writer_put_group(WriterObject *self, PyObject *args) {
     }
     done = done && read_samples(self, &group, items) &&
            py_writer_usable(self) && /* a second thread may close the writer during encoding */
-           claim(self, &group, timeout_s);
-    if (done) {
+           fits(self, &group) && (checks_only || claim(self, &group, timeout_s));
+    if (done && !checks_only) {
         publish(self, &group);
     }
     for (Py_ssize_t i = 0; i < group.begun; i++) {
@@ -303,7 +306,9 @@ PyObject *py_writer_put_group(WriterObject *self, PyObject *args) {
     if (!done) {
         return NULL;
     }
-    py_writer_tell_reader(self);
+    if (!checks_only) {
+        py_writer_tell_reader(self);
+    }
     Py_RETURN_NONE;
 }
 
