@@ -50,6 +50,11 @@ def check_name(name: object) -> str:
         )
     if encoded != name.encode("utf-8", "surrogatepass"):
         raise ValueError(f"bus name: expected text that UTF-8 can encode, got {name!r}")
+    if name.endswith(SOCKET_SUFFIX):
+        raise ValueError(
+            f"bus name: expected a name that does not end in {SOCKET_SUFFIX!r}, the end of sockets "
+            f"beside buses, got {name!r}"
+        )
     return name
 
 
@@ -88,8 +93,7 @@ def companion_name(kind: str, bus: str) -> str:
         )
     if parse_companion(name[1:]) != (kind, bus):
         raise ValueError(
-            f"companion {kind!r} of bus {bus!r}: expected a kind of lower-case letters, and a bus "
-            f"name that does not end in {SOCKET_SUFFIX!r}; choose another name"
+            f"companion {kind!r} of bus {bus!r}: expected a kind of lower-case letters"
         )
     return name
 

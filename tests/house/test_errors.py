@@ -114,10 +114,10 @@ def test_an_error_of_a_peer_says_which_and_travels() -> None:
     assert (str(again), again.rank, again.side, again.pid) == ("gone", 1, "sender", 7)
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "/", "a\0b", "x" * 201, "\N{SNOWMAN}" * 67])
+@pytest.mark.parametrize("name", ["", "a/b", "/", "a\0b", "x" * 201, "\N{SNOWMAN}" * 67, "a.sock"])
 @pytest.mark.parametrize("use", [Bus.create, Bus.open, shmbus.unlink, Producer, Consumer])
 def test_other_names_are_refused_everywhere(use: Callable[[Any], Any], name: str) -> None:
-    with pytest.raises(ValueError, match="bus name: expected 1 to 200 bytes"):
+    with pytest.raises(ValueError, match=r"bus name: expected (1 to 200 bytes|a name that)"):
         use(name)
     for wrong in (b"bytes", 5, None, Path("x")):
         with pytest.raises(TypeError, match=f"expected a str, got {type(wrong).__name__}"):
