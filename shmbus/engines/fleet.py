@@ -606,7 +606,9 @@ class EngineFleet(ClosedByAsyncWith):
                 await self._fall_asleep(ready, level)
             self._clear(report)
             slept = [each for each in report.servers if not each.error]
-            advice = f"to continue the servers that sleep, {WAKE}"
+            advice = (
+                f"to continue the rest, {WAKE}" if self._note.asleep else "every server serves on"
+            )
             self._require(slept, report, self._alive(report), advice)
         report.total_s = time.monotonic() - began
         return report
@@ -1130,11 +1132,12 @@ class EngineFleet(ClosedByAsyncWith):
             if _is_paused_by_others(bus):
                 yield
                 return
+            reasons = {bus.paused, reason}
             bus.pause(reason)
             try:
                 yield
             finally:
-                if self._note.asleep:
+                if self._note.asleep and ASLEEP_REASON in reasons:
                     bus.pause(ASLEEP_REASON)
                 elif not _is_paused_by_others(bus):
                     bus.resume()

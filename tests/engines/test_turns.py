@@ -277,6 +277,19 @@ async def test_memory_that_the_trainer_holds_is_named(kind: str, step: str, scen
         assert await each.tokens(1) == [2.0]
 
 
+async def test_requests_that_outlast_the_deadline_keep_all_servers_awake(scene: Scene) -> None:
+    running = [scene.servers(1), scene.servers(1)]
+    async with scene.fleet(*running, mode="wait", timeout=SHORT_S / 2) as fleet:
+        await fleet.update(scene.trainer, 1)
+        long = await in_flight(running[1], 1000)
+        with pytest.raises(EngineError) as caught:
+            await fleet.sleep()
+        assert (caught.value.server, caught.value.step) == (running[1].url, "pause")
+        assert await moves(running[0]) == await moves(running[1]) == []
+        assert await running[0].tokens(1) == [1.0] and scene.bus.paused is None
+        assert (await long)["tokens"][-1] == 1.0
+
+
 async def test_bad_arguments_leave_servers_asleep(scene: Scene, tmp_path: Any) -> None:
     running = scene.servers(1)
     async with scene.fleet(running) as fleet:
