@@ -624,7 +624,7 @@ class EngineFleet(ClosedByAsyncWith):
                 raise EngineError(server.address, "sleep", None, said, "leave it out of the fleet")
             sleep = await self._asleep_still(server)
             if sleep is None:
-                report.state = "serving"
+                report.state = "serving" if report.state == "asleep" else report.state
             elif sleep.level != level and not sleep.moves and not sleep.has_weights:
                 said = f"it sleeps at level {sleep.level}, not {level}"
                 raise EngineError(server.address, "sleep", None, said, f"{WAKE} first")
@@ -642,11 +642,12 @@ class EngineFleet(ClosedByAsyncWith):
     async def _fall_asleep(self, pairs: Pairs, level: int) -> None:
         """Pause the awake servers, then free their memory; refusing servers serve on."""
         awake = [pair for pair in pairs if self._sleep_of(pair[0]) is None]
+        whole = [pair for pair in awake if pair[1].state != "paused"]
         rest = [pair for pair in pairs if self._sleep_of(pair[0]) not in (None, Sleep(level))]
         self._clears = True
         paused = await self._each(awake, self._pause)
         if any(each.error and each.state != "gone" for _, each in awake):
-            await self._each(awake, self._resume)
+            await self._each(whole, self._resume)
             return
 
         async def fall_asleep(server: EngineServer, report: ServerReport) -> None:
@@ -666,7 +667,7 @@ class EngineFleet(ClosedByAsyncWith):
         ]
         for server, _ in refused:
             self._note.set_sleep(server.address, None)
-        await self._each(refused, self._resume)
+        await self._each([pair for pair in refused if pair in whole], self._resume)
 
     async def _rouse(self, server: EngineServer) -> bool:
         """Wake the weights' memory of a sleeping server; return False for an awake server."""

@@ -3,8 +3,8 @@
 The small servers follow `sleep` and `wake_up` of vLLM 0.32
 (vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/v1/engine/core.py,
 vllm/v1/executor/abstract.py) and `release_memory_occupation` and `resume_memory_occupation` of
-SGLang 0.5.23 (sglang/srt/managers/scheduler_components/weight_updater.py): a wake of memory that
-is awake resumes vLLM with any weights, and ends SGLang.
+SGLang 0.5.23 (sglang/srt/managers/scheduler_components/weight_updater.py). A wake of awake memory
+resumes vLLM with any weights, and ends SGLang.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ STEPS = {
     ],
 }  # fmt: skip
 MOVED = ("sleep", "wake weights", "wake kv_cache")
-#: Kind, level, step, and whether the death comes after its answer; all of them in the long form.
+#: Kind, level, step, and death before or after the answer; every combination in the long form.
 POINTS = [
     (kind, level, step, after)
     for kind in STEPS
@@ -124,7 +124,7 @@ async def test_a_wake_after_the_trainers_death_leaves_whole_engines(
         try:
             report = await fleet.wake(trainer, 3)
         except EngineError as error:
-            # SGLang tells nobody what sleeps, and a move of memory that it has made ends it.
+            # A second move of the same memory ends SGLang, whose answers name no sleeping memory.
             assert kind == "sglang" and step in MOVED, error
             for each in running:
                 await asyncio.to_thread(each.process.join, 0.5)
@@ -183,7 +183,7 @@ async def test_the_same_version_loads_only_where_weights_were_discarded(
         await fleet.update(scene.trainer, 1)
         await fleet.sleep(level)
         await running.fault("update", "500")
-        if level == 2:  # its rows name version 1 still, and its weights are gone
+        if level == 2:  # rows name version 1 still, without weights
             with pytest.raises(UpdateRolledBackError):  # loaded at the second try
                 await fleet.wake(scene.trainer, 1)
         await fleet.wake(scene.trainer, 1)
@@ -240,6 +240,24 @@ async def test_a_server_that_would_lose_state_is_refused(
         assert caught.value.server == running.url and "nothing was touched" in caught.value.advice
         for each in (good, running):
             assert await each.tokens(1) == [1.0] and await moves(each) == []
+    assert paused_by(scene.bus.name) is None
+
+
+async def test_a_torn_server_sleeps_and_never_serves_before_whole_weights(scene: Scene) -> None:
+    running = [scene.servers(1), scene.servers(1)]
+    async with scene.fleet(*running, quorum=1) as fleet:
+        await running[0].fault("update", "refuse")
+        assert (await fleet.update(scene.trainer, 1)).torn == [running[0].url]
+        await running[0].fault("update", "refuse")  # of the recovery
+        await running[1].fault("pause", "500")
+        with pytest.raises(EngineError):
+            await fleet.sleep()
+        assert await running[0].paused() and not await running[1].paused()
+        assert ["resumed torn", None] not in await running[0].calls()
+        await running[0].fault("update", "refuse")
+        await fleet.sleep()
+        await fleet.wake(scene.trainer, 2)
+    assert [await each.tokens(1) for each in running] == [[2.0], [2.0]]
     assert paused_by(scene.bus.name) is None
 
 

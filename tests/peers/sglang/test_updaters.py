@@ -109,6 +109,8 @@ def test_a_sglang_scheduler_moves_the_memory_that_a_turn_names(
     """`release_memory_occupation` and `resume_memory_occupation` are SGLang's own."""
     session, model = manager
     monkeypatch.setattr(sessions, "get_model", lambda: SimpleNamespace(weight_cache_mode="off"))
+    device = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda: device)
     moved: list[tuple[str, str]] = []
     session.memory_saver_adapter = SimpleNamespace(
         pause=lambda tag: moved.append(("free", tag)),
