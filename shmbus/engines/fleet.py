@@ -606,7 +606,9 @@ class EngineFleet(ClosedByAsyncWith):
                 await self._fall_asleep(ready, level)
             self._clear(report)
             slept = [each for each in report.servers if not each.error]
-            advice = f"to continue the servers that sleep, {WAKE}"
+            advice = (
+                f"to continue the rest, {WAKE}" if self._note.asleep else "every server serves on"
+            )
             self._require(slept, report, self._alive(report), advice)
         report.total_s = time.monotonic() - began
         return report
@@ -622,7 +624,7 @@ class EngineFleet(ClosedByAsyncWith):
                 raise EngineError(server.address, "sleep", None, said, "leave it out of the fleet")
             sleep = await self._asleep_still(server)
             if sleep is None:
-                report.state = "serving"
+                report.state = "serving" if report.state == "asleep" else report.state
             elif sleep.level != level and not sleep.moves and not sleep.has_weights:
                 said = f"it sleeps at level {sleep.level}, not {level}"
                 raise EngineError(server.address, "sleep", None, said, f"{WAKE} first")
@@ -640,11 +642,12 @@ class EngineFleet(ClosedByAsyncWith):
     async def _fall_asleep(self, pairs: Pairs, level: int) -> None:
         """Pause the awake servers, then free their memory; refusing servers serve on."""
         awake = [pair for pair in pairs if self._sleep_of(pair[0]) is None]
+        whole = [pair for pair in awake if pair[1].state != "paused"]
         rest = [pair for pair in pairs if self._sleep_of(pair[0]) not in (None, Sleep(level))]
         self._clears = True
         paused = await self._each(awake, self._pause)
         if any(each.error and each.state != "gone" for _, each in awake):
-            await self._each(awake, self._resume)
+            await self._each(whole, self._resume)
             return
 
         async def fall_asleep(server: EngineServer, report: ServerReport) -> None:
@@ -664,7 +667,7 @@ class EngineFleet(ClosedByAsyncWith):
         ]
         for server, _ in refused:
             self._note.set_sleep(server.address, None)
-        await self._each(refused, self._resume)
+        await self._each([pair for pair in refused if pair in whole], self._resume)
 
     async def _rouse(self, server: EngineServer) -> bool:
         """Wake the weights' memory of a sleeping server; return False for an awake server."""
@@ -1130,11 +1133,12 @@ class EngineFleet(ClosedByAsyncWith):
             if _is_paused_by_others(bus):
                 yield
                 return
+            reasons = {bus.paused, reason}
             bus.pause(reason)
             try:
                 yield
             finally:
-                if self._note.asleep:
+                if self._note.asleep and ASLEEP_REASON in reasons:
                     bus.pause(ASLEEP_REASON)
                 elif not _is_paused_by_others(bus):
                     bus.resume()

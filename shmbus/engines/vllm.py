@@ -216,7 +216,7 @@ class VllmServer(InferenceServer):
         if said:
             raise EngineError(self.address, "sleep", 200, said, advice)
 
-    async def sleep(self, level: int, timeout: float, *, cache: bool = True) -> None:
+    async def sleep(self, level: int, timeout: float, *, cache: bool) -> None:
         """Free the GPU memory of a paused server; memory that sleeps already sleeps on.
 
         The pause has treated requests in flight, so ``mode=keep`` keeps the rest of them.
@@ -229,11 +229,10 @@ class VllmServer(InferenceServer):
     async def wake_weights(self, level: int, timeout: float, *, in_doubt: bool) -> None:
         """Take the weights' memory again.
 
-        A wake of memory that is awake would resume generation with any content. So memory in doubt
-        first sleeps again.
+        Memory in doubt is awake only where `sleep` never came: vLLM then resumes whole weights,
+        and the fleet pauses it before the load.
         """
-        if in_doubt:
-            await self.sleep(level, timeout)
+        del level, in_doubt
         await self._wake("weights", timeout)
 
     async def wake_cache(self, timeout: float, *, in_doubt: bool) -> None:

@@ -3,8 +3,8 @@
 The small servers follow `sleep` and `wake_up` of vLLM 0.32
 (vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/v1/engine/core.py,
 vllm/v1/executor/abstract.py) and `release_memory_occupation` and `resume_memory_occupation` of
-SGLang 0.5.23 (sglang/srt/managers/scheduler_components/weight_updater.py): a wake of memory that
-is awake resumes vLLM with any weights, and ends SGLang.
+SGLang 0.5.23 (sglang/srt/managers/scheduler_components/weight_updater.py). A wake of awake memory
+resumes vLLM with any weights, and ends SGLang.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ STEPS = {
     ],
 }  # fmt: skip
 MOVED = ("sleep", "wake weights", "wake kv_cache")
-#: Kind, level, step, and whether the death comes after its answer; all of them in the long form.
+#: Kind, level, step, and death before or after the answer; every combination in the long form.
 POINTS = [
     (kind, level, step, after)
     for kind in STEPS
@@ -124,7 +124,7 @@ async def test_a_wake_after_the_trainers_death_leaves_whole_engines(
         try:
             report = await fleet.wake(trainer, 3)
         except EngineError as error:
-            # SGLang tells nobody what sleeps, and a move of memory that it has made ends it.
+            # A second move of the same memory ends SGLang, whose answers name no sleeping memory.
             assert kind == "sglang" and step in MOVED, error
             for each in running:
                 await asyncio.to_thread(each.process.join, 0.5)
@@ -183,7 +183,7 @@ async def test_the_same_version_loads_only_where_weights_were_discarded(
         await fleet.update(scene.trainer, 1)
         await fleet.sleep(level)
         await running.fault("update", "500")
-        if level == 2:  # its rows name version 1 still, and its weights are gone
+        if level == 2:  # rows name version 1 still, without weights
             with pytest.raises(UpdateRolledBackError):  # loaded at the second try
                 await fleet.wake(scene.trainer, 1)
         await fleet.wake(scene.trainer, 1)
@@ -243,6 +243,24 @@ async def test_a_server_that_would_lose_state_is_refused(
     assert paused_by(scene.bus.name) is None
 
 
+async def test_a_torn_server_sleeps_and_never_serves_before_whole_weights(scene: Scene) -> None:
+    running = [scene.servers(1), scene.servers(1)]
+    async with scene.fleet(*running, quorum=1) as fleet:
+        await running[0].fault("update", "refuse")
+        assert (await fleet.update(scene.trainer, 1)).torn == [running[0].url]
+        await running[0].fault("update", "refuse")  # of the recovery
+        await running[1].fault("pause", "500")
+        with pytest.raises(EngineError):
+            await fleet.sleep()
+        assert await running[0].paused() and not await running[1].paused()
+        assert ["resumed torn", None] not in await running[0].calls()
+        await running[0].fault("update", "refuse")
+        await fleet.sleep()
+        await fleet.wake(scene.trainer, 2)
+    assert [await each.tokens(1) for each in running] == [[2.0], [2.0]]
+    assert paused_by(scene.bus.name) is None
+
+
 async def test_a_refused_sleep_leaves_the_awake_servers_usable(scene: Scene) -> None:
     running = [scene.servers(1), scene.servers(1)]
     async with scene.fleet(*running, mode="wait") as fleet:
@@ -275,6 +293,19 @@ async def test_memory_that_the_trainer_holds_is_named(kind: str, step: str, scen
         await fleet.wake(scene.trainer, 2)
     for each in running:
         assert await each.tokens(1) == [2.0]
+
+
+async def test_requests_that_outlast_the_deadline_keep_all_servers_awake(scene: Scene) -> None:
+    running = [scene.servers(1), scene.servers(1)]
+    async with scene.fleet(*running, mode="wait", timeout=SHORT_S / 2) as fleet:
+        await fleet.update(scene.trainer, 1)
+        long = await in_flight(running[1], 1000)
+        with pytest.raises(EngineError) as caught:
+            await fleet.sleep()
+        assert (caught.value.server, caught.value.step) == (running[1].url, "pause")
+        assert await moves(running[0]) == await moves(running[1]) == []
+        assert await running[0].tokens(1) == [1.0] and scene.bus.paused is None
+        assert (await long)["tokens"][-1] == 1.0
 
 
 async def test_bad_arguments_leave_servers_asleep(scene: Scene, tmp_path: Any) -> None:

@@ -90,6 +90,23 @@ def test_the_sentence_names_unknown_servers_before_those_behind(bus: Bus) -> Non
         assert set(of(good, old, bus=bus)) == kinds
 
 
+def test_a_sleeper_is_a_fault_only_for_a_waiting_or_missing_trainer(bus: Bus) -> None:
+    asleep = EngineStatus(address=GOOD, state="asleep", why="asleep", asleep_s=STILL_S)
+    status = read_status(bus.name)
+    for alive, waits, since_s, level in (
+        (True, False, STILL_S, "note"),
+        (True, True, STILL_S - 1, "note"),
+        (True, True, STILL_S, "trouble"),
+        (False, False, 1.0, "trouble"),
+    ):
+        collector = msgspec.structs.replace(status.collector, alive=alive, waits=waits)
+        engine = msgspec.structs.replace(asleep, asleep_s=since_s)
+        found = judge(msgspec.structs.replace(status, engines=[engine], collector=collector))
+        (finding,) = [each for each in found.findings if each.kind == "engines_asleep"]
+        assert finding.who == [GOOD] and (finding.cost >= 0.6) == (level == "trouble")
+        assert bool(finding.advice) == (level == "trouble")
+
+
 def test_metrics_and_page_name_each_server(bus: Bus) -> None:
     with MetricsServer(bus.name, 0) as server:
         url = f"http://{server.host}:{server.port}/metrics"

@@ -1,5 +1,6 @@
 """SGLang's own session and weight updater take a version; model and scheduler are stand-ins."""
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +9,11 @@ import pytest
 import sglang.srt.managers.scheduler_components.weight_updater as sessions
 import sglang.srt.model_executor.model_runner_components.weight_updater as updaters
 import torch
+from pydantic import TypeAdapter
 from sglang.srt.managers import io_struct
 from sglang.srt.utils.common import MultiprocessingSerializer
 
+from shmbus.engines import SglangServer
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
 from shmbus.pool import read_pool
 from shmbus.weights import ModuleSource, WeightPublisher
@@ -63,8 +66,6 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Model]]:
 
 
 def request(order: Order) -> Any:
-    from pydantic import TypeAdapter
-
     body = {
         "serialized_named_tensors": [order_for_rank(order)], "load_format": LOADER,
         "flush_cache": False, "selector": "target", "weight_version": str(order.version),
@@ -100,3 +101,42 @@ def test_a_sglang_session_loads_a_version(manager: tuple[Any, Model], bus_name: 
         assert "injected" in row().error
         outside = session.update_weights_from_tensor(request(Order("load", bus_name, "s", 0, 3)))
         assert not outside.success and "must run between" in outside.message
+
+
+def test_a_sglang_scheduler_moves_the_memory_that_a_turn_names(
+    manager: tuple[Any, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`release_memory_occupation` and `resume_memory_occupation` are SGLang's own."""
+    session, model = manager
+    monkeypatch.setattr(sessions, "get_model", lambda: SimpleNamespace(weight_cache_mode="off"))
+    device = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda: device)
+    moved: list[tuple[str, str]] = []
+    session.memory_saver_adapter = SimpleNamespace(
+        pause=lambda tag: moved.append(("free", tag)),
+        resume=lambda tag: moved.append(("take", tag)),
+    )
+    session.tp_worker.model_runner = SimpleNamespace(model=model)
+    session.scheduler._engine_paused, session.scheduler.disaggregation_mode = True, None
+    names = {"/release_memory_occupation": "Release", "/resume_memory_occupation": "Resume"}
+
+    class Direct(SglangServer):
+        async def call(self, step: str, method: str, path: str, *rest: Any, **options: Any) -> Any:
+            kind = getattr(io_struct, f"{names[path]}MemoryOccupationReqInput")
+            getattr(session, path[1:])(TypeAdapter(kind).validate_python(options["body"]))
+            return 200, "null"
+
+    server = Direct("http://127.0.0.1:1")
+    for cache in (True, False):
+        asyncio.run(server.sleep(2, 1.0, cache=cache))
+        assert session.offload_tags == {"weights", "kv_cache", "cuda_graph"}
+        asyncio.run(server.wake_weights(2, 1.0, in_doubt=False))
+        assert moved[-1] == ("take", "weights")
+        assert session.offload_tags == {"kv_cache", "cuda_graph"}
+    asyncio.run(server.wake_cache(1.0, in_doubt=False))
+    assert not session.offload_tags
+    assert {each for each in moved if each[0] == "take"} == {
+        ("take", tag) for tag in ("weights", "kv_cache", "cuda_graph")
+    }
+    with pytest.raises(KeyError):  # memory that is awake
+        asyncio.run(server.wake_weights(2, 1.0, in_doubt=True))

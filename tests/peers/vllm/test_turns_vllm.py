@@ -1,4 +1,4 @@
-"""A real vLLM server sleeps and wakes with new weights; on a CPU its memory stays where it was.
+"""A real vLLM server sleeps and wakes with new weights; a CPU keeps the memory of both.
 
 Source of the requests: `sleep` and `wake_up` of vllm/entrypoints/serve/dev/sleep/api_router.py, and
 `EngineCore.sleep`, `.wake_up` and `.is_sleeping` of vllm/v1/engine/core.py, vLLM 0.32.
