@@ -743,22 +743,6 @@ RELAY_SETTLED: int
 @final
 class OriginHead:
     clock_ns: int
-    def __new__(
-        cls,
-        origin: Buffer,
-        instance_id: str,
-        round: int | None,
-        group_size: int,
-        index: int,
-        score: float,
-        policy_version: int,
-        nbytes: int,
-        made_ns: int,
-        check: int,
-        need: int,
-        reason: str | None = None,
-        split: int = ...,
-    ) -> OriginHead: ...
     origin: bytes
     instance_id: str
     key: Hashable
@@ -777,7 +761,6 @@ class OriginHead:
     reason: str | None
     meta: str | None
 
-def pack_heads(heads: Iterable[OriginHead], /) -> bytes: ...
 def read_heads(
     trajectories: Iterable[Trajectory], reason_of: Callable[[Trajectory], str], /
 ) -> bytes: ...

@@ -1,11 +1,11 @@
 """The relay's real state machines as parts of a search: a coordinator, a sink, and two sources."""
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from relay.every_order import ASK, DIE, STEP, Faults, Found, Said, visit_every_order
-from relay.heads import RecordHead, head_of, healed
+from relay.heads import RecordHead, head_of, healed, pack_heads
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
@@ -14,7 +14,7 @@ from shmbus.relay.sink import Journal, Sink
 from shmbus.relay.source_party import Source
 from shmbus.stash.stash import StashPolicy
 
-__all__ = ["Plan", "System"]
+__all__ = ["Plan", "PlannedSource", "System"]
 
 SINK = "trainer"
 COORDINATOR_PART, SINK_PART, FIRST_SOURCE = 0, 1, 2
@@ -51,12 +51,23 @@ class SourceState(NamedTuple):
     coming: tuple[OriginHead, ...]
 
 
+class PlannedSource(Source):
+    """A source that announces the heads of a plan."""
+
+    def __init__(self, bus: str, incarnation: int, *splits: str) -> None:
+        super().__init__(bus, incarnation, self._pack, lambda: splits or ("train",))
+
+    @staticmethod
+    def _pack(held: Mapping[Origin, Any]) -> bytes:
+        return pack_heads(held.values())
+
+
 class System:
     """What the parts are made of; a subclass plants a bug."""
 
     coordinator_kind: type[Coordinator] = Coordinator
     sink_kind: type[Sink] = Sink
-    source_kind: type[Source] = Source
+    source_kind: type[Source] = PlannedSource
     asks_for_news = True
 
     def __init__(self, plan: Plan, policy: StashPolicy, release: str = "put") -> None:
