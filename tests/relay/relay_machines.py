@@ -51,6 +51,12 @@ class SourceState(NamedTuple):
     coming: tuple[OriginHead, ...]
 
 
+def journal_of(sink: Sink) -> Journal:
+    """Return the journal row to write."""
+    ended = frozenset(sink.dropped.items())
+    return Journal(frozenset(sink.settled), sink.intent, sink.before, ended)
+
+
 class PlannedSource(Source):
     """A source that announces the heads of a plan."""
 
@@ -284,7 +290,7 @@ class SinkPart:
     def key(self, state: SinkState) -> Hashable:
         s = state.sink
         return (
-            (s.incarnation, s.term, s.journal, tuple(s.waiting), tuple(s.batches)),
+            (s.incarnation, s.term, journal_of(s), tuple(s.waiting), tuple(s.batches)),
             (frozenset(s.wanted), frozenset(s._gone.items()), frozenset(s.ended.items())),
             (frozenset(s.owed), s._number),
             state.lane,
@@ -312,7 +318,7 @@ class SinkPart:
             case str():
                 if given == STEP:
                     lane, said = self._step(new, lane)
-                    journal = new.journal
+                    journal = journal_of(new)
                     if self._has_put_all(new, lane):
                         taken, offered = frozenset(lane[state.offered :]), len(lane)
                         said = [*said, *self._taken(taken)]
@@ -326,13 +332,13 @@ class SinkPart:
                 said = new.assign(given)
             case m.Drop():
                 said = new.drop(given)
-                journal = new.journal
+                journal = journal_of(new)
             case m.Fetched():
                 said = new.fetched(given)
-                journal = new.journal
+                journal = journal_of(new)
             case m.Released():
                 said = new.released(given)
-                journal = new.journal
+                journal = journal_of(new)
         if untold := (ended & new.settled) - new.ended.keys():
             said = [*said, *new.end(untold)]
         for word in said:
@@ -343,7 +349,7 @@ class SinkPart:
 
     def _step(self, sink: Sink, lane: tuple[Origin, ...]) -> tuple[tuple[Origin, ...], list[Any]]:
         """The next of: intend, put one, ..., settle."""
-        journal = sink.journal
+        journal = journal_of(sink)
         if journal.intent != sink.fetching or journal.before > len(lane):
             sink.intend(len(lane))
         elif len(lane) < journal.before + len(journal.intent):
@@ -356,7 +362,7 @@ class SinkPart:
 
     def _has_put_all(self, sink: Sink, lane: tuple[Origin, ...]) -> bool:
         """Whether this is the moment at which a trainer may take what was put."""
-        journal = sink.journal
+        journal = journal_of(sink)
         return bool(journal.intent) and len(lane) == journal.before + len(journal.intent)
 
     def _taken(self, origins: frozenset[Origin]) -> list[Any]:
