@@ -116,7 +116,6 @@ class Segment:
     extent_count: int
     max_producers: int
     record_limit: int
-    segment_bytes: int
     created_unix_ns: int
     identity: str
     policy_version: int
@@ -159,9 +158,7 @@ class Segment:
 class Reader:
     segment: Segment
     delivered: int
-    corrupt: int
     moves: int
-    runs_freed: int
     attached: bool
     def __init__(self, segment: Segment, label: str) -> None: ...
     def poll(self, limit: int, /) -> list[Trajectory]: ...
@@ -567,7 +564,6 @@ def retry_noted(segment: Segment, /) -> tuple[int, int]: ...
 
 # -- records as blocks of bytes, between buses
 
-BLOCK_MAX_RECORDS: int
 BLOCK_HEADER_BYTES: int
 
 def export_block(trajectories: list[Trajectory], into: Buffer, /) -> int: ...
@@ -699,7 +695,6 @@ CHANNEL_LEFT: int
 
 class ChannelMemory:
     bytes: int
-    exports: int
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Channel:
@@ -743,22 +738,6 @@ RELAY_SETTLED: int
 @final
 class OriginHead:
     clock_ns: int
-    def __new__(
-        cls,
-        origin: Buffer,
-        instance_id: str,
-        round: int | None,
-        group_size: int,
-        index: int,
-        score: float,
-        policy_version: int,
-        nbytes: int,
-        made_ns: int,
-        check: int,
-        need: int,
-        reason: str | None = None,
-        split: int = ...,
-    ) -> OriginHead: ...
     origin: bytes
     instance_id: str
     key: Hashable
@@ -777,7 +756,6 @@ class OriginHead:
     reason: str | None
     meta: str | None
 
-def pack_heads(heads: Iterable[OriginHead], /) -> bytes: ...
 def read_heads(
     trajectories: Iterable[Trajectory], reason_of: Callable[[Trajectory], str], /
 ) -> bytes: ...

@@ -115,6 +115,19 @@ def require_extra(extra: str, *packages: str, option: str = "it") -> None:
         )
 
 
+def add_numbers(
+    parser: argparse.ArgumentParser, options: Iterable[tuple[str, str, int, str]]
+) -> None:
+    """Add options with a whole number of 1 or more, or of seconds: name, unit, default, meaning."""
+    for name, unit, default, meaning in options:
+        dest = name.replace("-", "_") + ("_s" if unit == "SECONDS" else "")
+        kind: Callable[[str], float] = seconds() if unit == "SECONDS" else whole(1)
+        parser.add_argument(
+            f"--{name}", dest=dest, metavar=unit, type=kind, default=default,
+            help=f"{meaning} (default {default})",
+        )  # fmt: skip
+
+
 def print_json(value: Any) -> None:
     """Print a struct or a list of them as indented JSON."""
     print(msgspec.json.format(msgspec.json.encode(value)).decode())

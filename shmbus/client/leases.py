@@ -249,10 +249,6 @@ class Leases:
         self._state.leases = kept
         self._state.to_end = {}
 
-    def locks(self) -> tuple[int, int]:
-        """Return how many extents are under lease locks, and how many under view locks."""
-        return self._borrower.locks()
-
     def close(self) -> None:
         """Drop every lock. Referenced arrays get copies of their own."""
         self._borrower.close()

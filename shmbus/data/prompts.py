@@ -178,11 +178,6 @@ class Prompt:
         self._meta: bytes | None = None
 
     @property
-    def encoded(self) -> bytes:
-        """The bytes, as `encode_prompt` made them."""
-        return self._raw[self._start :]
-
-    @property
     def fields(self) -> dict[str, NDArray[Any]]:
         """The arrays by name; they are read-only, and live as long as anybody holds them."""
         if self._fields is None:

@@ -11,15 +11,25 @@ import ctypes
 import os
 import socket
 import sys
+from typing import Final
 
 import shmbus
-from shmbus.cli._options import Commands, bus_name, require_extra, seconds, whole
+from shmbus.cli._options import Commands, add_numbers, bus_name, require_extra
 from shmbus.http.options import add_server_options, allow_connections, read_token, settings_of
 from shmbus.segment.names import companion_name
 
 #: Parameters of glibc's mallopt.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+
+#: Options with a number: name, unit, default, meaning.
+_NUMBERS: Final = (
+    ("body-limit", "MIB", 64, "MiB of one body, inflated"),
+    ("memory", "MIB", 256, "MiB of all bodies that are read or held"),
+    ("hold", "SECONDS", 240, "how long a POST waits for room before it is answered 503; clients of "
+     "Atropos wait 300, and give up after three quick ones"),
+    ("keep-batches", "N", 1, "newest batches that come again when the trainer dies"),
+)  # fmt: skip
 
 _EXAMPLES = """\
 examples:
@@ -44,36 +54,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--create", metavar="CAPACITY", help="create a missing bus of this size, such as 4GiB"
     )
-    parser.add_argument(
-        "--body-limit",
-        metavar="MIB",
-        type=whole(1),
-        default=64,
-        help="MiB of one body, inflated (default 64)",
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="MIB",
-        type=whole(1),
-        default=256,
-        help="MiB of all bodies that are read or held (default 256)",
-    )
-    parser.add_argument(
-        "--hold",
-        dest="hold_s",
-        metavar="SECONDS",
-        type=seconds(),
-        default=240.0,
-        help="how long a POST waits for room before it is answered 503 (default 240: clients of "
-        "Atropos wait 300, and give up after three quick ones)",
-    )
-    parser.add_argument(
-        "--keep-batches",
-        metavar="N",
-        type=whole(1),
-        default=1,
-        help="batches that come again when the trainer dies (default 1: the last one)",
-    )
+    add_numbers(parser, _NUMBERS)
     # For `shmbus serve --http`: groups come from the daemon, and the gateway ends with the daemon.
     parser.add_argument("--daemon", action="store_const", const=True, help=argparse.SUPPRESS)
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)

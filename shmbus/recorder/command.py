@@ -8,12 +8,23 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from typing import Final
 from urllib.parse import urlsplit
 
-from shmbus.cli._options import Commands, bus_name, require_extra, seconds, whole
+from shmbus.cli._options import Commands, add_numbers, bus_name, require_extra, whole
 from shmbus.http.options import add_server_options, allow_connections, read_token, settings_of
 from shmbus.pool.server_rows import engine_address
 from shmbus.recorder.sampling import OPTIONS
+
+#: Options with a number: name, unit, default, meaning.
+_NUMBERS: Final = (
+    ("sessions", "N", 4096, "most sessions open at a time"),
+    ("calls", "N", 1000, "most calls in a session"),
+    ("tokens", "N", 1 << 20, "most tokens in all rows of a session"),
+    ("idle", "SECONDS", 600, "seconds without a call until a session opened over HTTP fails"),
+    ("body-limit", "MIB", 32, "largest body of a call"),
+    ("memory", "MIB", 2048, "most memory for all bodies and sessions"),
+)
 
 _EXAMPLES = """\
 examples:
@@ -74,39 +85,7 @@ def add_parser(commands: Commands) -> None:
         "--train-grammar", action="store_true",
         help="train tokens that were sampled under a grammar (default: masked)",
     )  # fmt: skip
-    parser.add_argument(
-        "--sessions",
-        metavar="N",
-        type=whole(1),
-        default=4096,
-        help="most sessions open at a time (default 4096)",
-    )
-    parser.add_argument(
-        "--calls",
-        metavar="N",
-        type=whole(1),
-        default=1000,
-        help="most calls in a session (default 1000)",
-    )
-    parser.add_argument(
-        "--tokens", metavar="N", type=whole(1), default=1 << 20,
-        help="most tokens in all rows of a session (default 1048576)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--idle", dest="idle_s", metavar="SECONDS", type=seconds(), default=600.0,
-        help="seconds without a call until a session opened over HTTP fails (default 600)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--body-limit",
-        metavar="MIB",
-        type=whole(1),
-        default=32,
-        help="largest body of a call (default 32)",
-    )
-    parser.add_argument(
-        "--memory", metavar="MIB", type=whole(1), default=2048,
-        help="most memory for all bodies and sessions (default 2048)",
-    )  # fmt: skip
+    add_numbers(parser, _NUMBERS)
     parser.set_defaults(run=run)
 
 

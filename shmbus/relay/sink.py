@@ -124,12 +124,6 @@ class Sink:
         #: on the bus refers to its journal entry.
         self.left_behind: set[Origin] = set()
 
-    @property
-    def journal(self) -> Journal:
-        """The journal row to write."""
-        ended = frozenset(self.dropped.items())
-        return Journal(frozenset(self.settled), self.intent, self.before, ended)
-
     # -- coordinator -----------------------------------------------------------------------------
 
     def begin(self) -> list[Message]:

@@ -44,10 +44,6 @@ from shmbus.segment import lifecycle
 from shmbus_ext import _core
 
 
-def _pack_heads(held: Mapping[Origin, Any]) -> bytes:
-    return _core.pack_heads(held.values())
-
-
 class Source:
     """The relay's side at a rollout node's bus."""
 
@@ -55,8 +51,8 @@ class Source:
         self,
         bus: str,
         incarnation: int,
-        read: Callable[[Mapping[Origin, Any]], bytes] = _pack_heads,
-        splits: Callable[[], tuple[str, ...]] = lambda: (_core.TRAIN,),
+        read: Callable[[Mapping[Origin, Any]], bytes],
+        splits: Callable[[], tuple[str, ...]],
     ) -> None:
         self.bus = bus
         self.incarnation = incarnation

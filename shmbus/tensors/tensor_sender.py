@@ -201,11 +201,6 @@ class SlotWriter:
         self.device = torch.device("cpu")
 
     @property
-    def growths(self) -> int:
-        """Return how often a slot got more memory."""
-        return self._channel.growths
-
-    @property
     def next_step(self) -> int:
         """Return the next step to write."""
         return self._channel.next_step

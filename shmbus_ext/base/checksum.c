@@ -76,33 +76,11 @@ static inline uint32_t half_at(const unsigned char *p) {
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #define HAVE_HARDWARE 1
-
-__attribute__((target("sse4.2"))) static uint32_t crc_by_hardware(uint32_t crc, const void *data,
-                                                                   size_t bytes) {
-    const unsigned char *p = data;
-    uint64_t c = ~crc;
-    for (; bytes >= 3 * LANE_BYTES; bytes -= 3 * LANE_BYTES, p += 3 * LANE_BYTES) {
-        uint64_t second = 0, third = 0;
-        for (size_t i = 0; i < LANE_BYTES; i += 8) {
-            c = _mm_crc32_u64(c, word_at(p + i));
-            second = _mm_crc32_u64(second, word_at(p + i + LANE_BYTES));
-            third = _mm_crc32_u64(third, word_at(p + i + 2 * LANE_BYTES));
-        }
-        c = skip_lane(skip_lane((uint32_t)c) ^ (uint32_t)second) ^ (uint32_t)third;
-    }
-    for (; bytes >= 8; bytes -= 8, p += 8) {
-        c = _mm_crc32_u64(c, word_at(p));
-    }
-    uint32_t c32 = (uint32_t)c;
-    if (bytes >= 4) {
-        c32 = _mm_crc32_u32(c32, half_at(p));
-        bytes -= 4, p += 4;
-    }
-    while (bytes--) {
-        c32 = _mm_crc32_u8(c32, *p++);
-    }
-    return ~c32;
-}
+#define WITH_CRC __attribute__((target("sse4.2")))
+#define CRC_8 _mm_crc32_u64
+#define CRC_4 _mm_crc32_u32
+#define CRC_1 _mm_crc32_u8
+typedef uint64_t crc_register;
 
 static int hardware_present(void) {
     __builtin_cpu_init();
@@ -121,34 +99,41 @@ static int hardware_present(void) {
 #define WITH_CRC __attribute__((target("+crc")))
 #endif
 #include <arm_acle.h>
-
-WITH_CRC static uint32_t crc_by_hardware(uint32_t crc, const void *data, size_t bytes) {
-    const unsigned char *p = data;
-    uint32_t c = ~crc;
-    for (; bytes >= 3 * LANE_BYTES; bytes -= 3 * LANE_BYTES, p += 3 * LANE_BYTES) {
-        uint32_t second = 0, third = 0;
-        for (size_t i = 0; i < LANE_BYTES; i += 8) {
-            c = __crc32cd(c, word_at(p + i));
-            second = __crc32cd(second, word_at(p + i + LANE_BYTES));
-            third = __crc32cd(third, word_at(p + i + 2 * LANE_BYTES));
-        }
-        c = skip_lane(skip_lane(c) ^ second) ^ third;
-    }
-    for (; bytes >= 8; bytes -= 8, p += 8) {
-        c = __crc32cd(c, word_at(p));
-    }
-    if (bytes >= 4) {
-        c = __crc32cw(c, half_at(p));
-        bytes -= 4, p += 4;
-    }
-    while (bytes--) {
-        c = __crc32cb(c, *p++);
-    }
-    return ~c;
-}
+#define CRC_8 __crc32cd
+#define CRC_4 __crc32cw
+#define CRC_1 __crc32cb
+typedef uint32_t crc_register;
 
 static int hardware_present(void) {
     return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
+}
+#endif
+
+#ifdef HAVE_HARDWARE
+WITH_CRC static uint32_t crc_by_hardware(uint32_t crc, const void *data, size_t bytes) {
+    const unsigned char *p = data;
+    crc_register first = ~crc;
+    for (; bytes >= 3 * LANE_BYTES; bytes -= 3 * LANE_BYTES, p += 3 * LANE_BYTES) {
+        crc_register second = 0, third = 0;
+        for (size_t i = 0; i < LANE_BYTES; i += 8) {
+            first = CRC_8(first, word_at(p + i));
+            second = CRC_8(second, word_at(p + i + LANE_BYTES));
+            third = CRC_8(third, word_at(p + i + 2 * LANE_BYTES));
+        }
+        first = skip_lane(skip_lane((uint32_t)first) ^ (uint32_t)second) ^ (uint32_t)third;
+    }
+    for (; bytes >= 8; bytes -= 8, p += 8) {
+        first = CRC_8(first, word_at(p));
+    }
+    uint32_t last = (uint32_t)first;
+    if (bytes >= 4) {
+        last = CRC_4(last, half_at(p));
+        bytes -= 4, p += 4;
+    }
+    while (bytes--) {
+        last = CRC_1(last, *p++);
+    }
+    return ~last;
 }
 #endif
 

@@ -27,7 +27,7 @@ from shmbus.channel import (
     StepSkippedError,
     unlink_channel,
 )
-from shmbus.channel.endpoint import channel_path, living_statement
+from shmbus.channel.endpoint import channel_path
 from shmbus_ext import _core
 
 
@@ -62,23 +62,6 @@ def test_a_side_without_a_label_is_named_by_its_script(bus_name: str) -> None:
     assert repr(sender) == f"<ChannelSender {bus_name!r} closed>"
 
 
-def test_what_a_living_sender_states_is_read_without_being_a_side(bus_name: str) -> None:
-    assert living_statement(bus_name) is None, "no channel"
-    sender = ChannelSender(bus_name)
-    assert living_statement(bus_name) == b""
-    sender.state(b"eight ranks")
-    with ChannelReceiver(bus_name):
-        assert living_statement(bus_name) == b"eight ranks", "beside the receiver"
-        path = Path(channel_path(bus_name))
-        with path.open("r+b") as file:
-            file.seek(file.read(1 << 20).index(b"eight ranks"))
-            file.write(b"E")
-        with pytest.raises(DamagedError, match="does not match its checksum"):
-            living_statement(bus_name)
-        sender.close()
-        assert living_statement(bus_name) is None, "it has left"
-
-
 def test_a_step_waits_only_for_the_one_that_has_its_slot(bus_name: str) -> None:
     with ChannelSender(bus_name, slots=2) as sender, ChannelReceiver(bus_name) as receiver:
         sender.send(b"0")
@@ -103,7 +86,7 @@ def test_memory_is_exact_to_the_page_and_flat_after_the_largest_step(bus_name: s
             used = turn(size)
         assert used == tables + 2 * -(-100_000 // 4096) * 4096
         assert {turn(size) for size in (1, 50_000, 100_000, 99_999)} == {used}
-        assert sender.growths == 4
+        assert sender._counts()[3] == 4
 
 
 def test_a_view_that_outlives_its_acknowledgement_keeps_its_values(bus_name: str) -> None:

@@ -65,33 +65,35 @@ def dialogue(bus_name: str) -> Iterator[Dialogue]:
 def test_a_lease_is_locked_until_the_daemon_has_confirmed_its_end(dialogue: Dialogue) -> None:
     leases = dialogue.leases
     first, second, _ = dialogue.grant()
-    assert leases.locks()[0] == GROUPS
+    assert leases._borrower.locks()[0] == GROUPS
     leases.end(first, _core.ACKED)
     leases.end(second, _core.DROP_MALFORMED)
-    assert not leases.is_leased(first) and leases.locks()[0] == GROUPS
+    assert not leases.is_leased(first) and leases._borrower.locks()[0] == GROUPS
     ends = list(leases.unsent_ends())
     assert {(e.reason, *e.numbers) for e in ends} == {
         (_core.ACKED, 10), (_core.DROP_MALFORMED, 11),
     }  # fmt: skip
     assert list(leases.unsent_ends()) == [] and leases.unconfirmed == 2
     leases.confirmed([10, 11, 99])
-    assert leases.locks()[0] == 1 and leases.unconfirmed == 0
+    assert leases._borrower.locks()[0] == 1 and leases.unconfirmed == 0
     assert list(dialogue.state.leases) == [12]
 
 
 def test_a_confirmation_of_a_lease_that_is_held_changes_nothing(dialogue: Dialogue) -> None:
     first, *_ = dialogue.grant()
     dialogue.leases.confirmed([10])
-    assert dialogue.leases.is_leased(first) and dialogue.leases.locks()[0] == GROUPS
+    assert dialogue.leases.is_leased(first) and dialogue.leases._borrower.locks()[0] == GROUPS
 
 
 def test_what_is_given_back_is_unlocked_before_the_daemon_is_told(dialogue: Dialogue) -> None:
     first, *rest = dialogue.grant()
     group, *_ = dialogue.take(1)
     assert dialogue.give_back(group) == [10] and group.state == "given_back"
-    assert not dialogue.leases.is_leased(first) and dialogue.leases.locks()[0] == len(rest)
+    assert not dialogue.leases.is_leased(first) and dialogue.leases._borrower.locks()[0] == len(
+        rest
+    )
     dialogue.leases.confirmed([10])
-    assert dialogue.leases.locks()[0] == len(rest)
+    assert dialogue.leases._borrower.locks()[0] == len(rest)
 
 
 def test_a_reconnect_renumbers_and_confirms_leases(dialogue: Dialogue) -> None:
@@ -108,7 +110,7 @@ def test_a_reconnect_renumbers_and_confirms_leases(dialogue: Dialogue) -> None:
     leases.reclaimed(again)
     assert state.leases == {70: kept} and kept.number == 70 and leases.is_leased(kept)
     assert leases.unconfirmed == 0 and list(leases.unsent_ends()) == []
-    assert leases.locks()[0] == 1
+    assert leases._borrower.locks()[0] == 1
     with pytest.raises(ProtocolError, match="too late"):
         leases.end(lost, _core.ACKED)
     # A lost group may be leased to another client, so it is not given back.
@@ -143,10 +145,10 @@ def test_ready_groups_but_no_lost_lease_can_be_given_back(dialogue: Dialogue) ->
     _, second, _ = dialogue.grant()
     second.lost = True
     assert dialogue.leases.give_back_ready() == [10, 12]
-    assert dialogue.leases.ready == [] and dialogue.leases.locks()[0] == 1
+    assert dialogue.leases.ready == [] and dialogue.leases._borrower.locks()[0] == 1
 
 
 def test_nothing_is_kept_of_what_arrived_on_a_connection_that_is_over(dialogue: Dialogue) -> None:
     dialogue.ends[1].close()
     assert dialogue.grant() == [] and dialogue.leases.ready == []
-    assert dialogue.state.leases == {} and dialogue.leases.locks()[0] == 0
+    assert dialogue.state.leases == {} and dialogue.leases._borrower.locks()[0] == 0

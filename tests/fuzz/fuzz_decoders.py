@@ -39,9 +39,7 @@ def fuzz_dtype(data: bytes) -> None:
 def fuzz_heads(data: bytes) -> None:
     """Any bytes are heads that a group table takes, or a ValueError."""
     with contextlib.suppress(ValueError):
-        heads = _core.unpack_heads(data)
-        _core.GroupTable().put(heads, 0.0)
-        assert _core.unpack_heads(_core.pack_heads(heads)) == heads
+        _core.GroupTable().put(_core.unpack_heads(data), 0.0)
 
 
 class FuzzedBus:

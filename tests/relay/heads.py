@@ -1,7 +1,7 @@
 """Heads of records as tests write them, and a reader's records by their heads."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shmbus.relay.messages import Origin, OriginHead, unpack_heads
@@ -9,7 +9,12 @@ from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus.relay.sink import Journal
 from shmbus_ext import _core
 
-__all__ = ["RecordHead", "export", "head_of", "healed", "make_origin", "poll"]
+__all__ = [
+    "RecordHead", "export", "head_of", "healed", "make_origin", "pack_head", "pack_heads", "poll",
+]  # fmt: skip
+
+_ROW = struct.Struct("=32sqqqQdIHHHBBI")
+_NO_REASON = 2**32 - 1
 
 
 class RecordHead(NamedTuple):
@@ -22,7 +27,7 @@ class RecordHead(NamedTuple):
     score: float
     policy_version: int
     nbytes: int
-    committed_ns: int
+    made_ns: int
     check: int
     need: int
     reason: str | None = None
@@ -44,9 +49,26 @@ def healed(journal: Journal, committed: int) -> Journal:
     )
 
 
+def pack_head(origin: Origin, head: RecordHead | OriginHead) -> bytes:
+    """Return the bytes of a head, as `_core.read_heads` writes them."""
+    id_, reason = head.instance_id.encode(), (head.reason or "").encode()
+    row = _ROW.pack(
+        origin, _core.NO_ROUND if head.round is None else head.round, head.policy_version,
+        head.made_ns, head.nbytes, head.score, head.check, head.group_size, head.need, head.index,
+        len(id_), head.split, _NO_REASON if head.reason is None else len(reason),
+    )  # fmt: skip
+    return row + id_ + reason
+
+
+def pack_heads(heads: Iterable[OriginHead]) -> bytes:
+    return b"".join(pack_head(each.origin, each) for each in heads)
+
+
 def head_of(bus: str, head: RecordHead) -> OriginHead:
     """Return what a head of the bus of this identity is among all buses."""
-    return OriginHead(make_origin(bus, head.producer_id, head.sequence), *head[2:])
+    packed = pack_head(make_origin(bus, head.producer_id, head.sequence), head)
+    (made,) = _core.unpack_heads(packed, bytes(range(16)))
+    return made
 
 
 def poll(reader: RecordReader, max_records: int = 1000) -> list[OriginHead]:

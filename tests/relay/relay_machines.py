@@ -1,11 +1,11 @@
 """The relay's real state machines as parts of a search: a coordinator, a sink, and two sources."""
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from relay.every_order import ASK, DIE, STEP, Faults, Found, Said, visit_every_order
-from relay.heads import RecordHead, head_of, healed
+from relay.heads import RecordHead, head_of, healed, pack_heads
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
@@ -14,7 +14,7 @@ from shmbus.relay.sink import Journal, Sink
 from shmbus.relay.source_party import Source
 from shmbus.stash.stash import StashPolicy
 
-__all__ = ["Plan", "System"]
+__all__ = ["Plan", "PlannedSource", "System"]
 
 SINK = "trainer"
 COORDINATOR_PART, SINK_PART, FIRST_SOURCE = 0, 1, 2
@@ -51,12 +51,29 @@ class SourceState(NamedTuple):
     coming: tuple[OriginHead, ...]
 
 
+def journal_of(sink: Sink) -> Journal:
+    """Return the journal row to write."""
+    ended = frozenset(sink.dropped.items())
+    return Journal(frozenset(sink.settled), sink.intent, sink.before, ended)
+
+
+class PlannedSource(Source):
+    """A source that announces the heads of a plan."""
+
+    def __init__(self, bus: str, incarnation: int, *splits: str) -> None:
+        super().__init__(bus, incarnation, self._pack, lambda: splits or ("train",))
+
+    @staticmethod
+    def _pack(held: Mapping[Origin, Any]) -> bytes:
+        return pack_heads(held.values())
+
+
 class System:
     """What the parts are made of; a subclass plants a bug."""
 
     coordinator_kind: type[Coordinator] = Coordinator
     sink_kind: type[Sink] = Sink
-    source_kind: type[Source] = Source
+    source_kind: type[Source] = PlannedSource
     asks_for_news = True
 
     def __init__(self, plan: Plan, policy: StashPolicy, release: str = "put") -> None:
@@ -273,7 +290,7 @@ class SinkPart:
     def key(self, state: SinkState) -> Hashable:
         s = state.sink
         return (
-            (s.incarnation, s.term, s.journal, tuple(s.waiting), tuple(s.batches)),
+            (s.incarnation, s.term, journal_of(s), tuple(s.waiting), tuple(s.batches)),
             (frozenset(s.wanted), frozenset(s._gone.items()), frozenset(s.ended.items())),
             (frozenset(s.owed), s._number),
             state.lane,
@@ -301,7 +318,7 @@ class SinkPart:
             case str():
                 if given == STEP:
                     lane, said = self._step(new, lane)
-                    journal = new.journal
+                    journal = journal_of(new)
                     if self._has_put_all(new, lane):
                         taken, offered = frozenset(lane[state.offered :]), len(lane)
                         said = [*said, *self._taken(taken)]
@@ -315,13 +332,13 @@ class SinkPart:
                 said = new.assign(given)
             case m.Drop():
                 said = new.drop(given)
-                journal = new.journal
+                journal = journal_of(new)
             case m.Fetched():
                 said = new.fetched(given)
-                journal = new.journal
+                journal = journal_of(new)
             case m.Released():
                 said = new.released(given)
-                journal = new.journal
+                journal = journal_of(new)
         if untold := (ended & new.settled) - new.ended.keys():
             said = [*said, *new.end(untold)]
         for word in said:
@@ -332,7 +349,7 @@ class SinkPart:
 
     def _step(self, sink: Sink, lane: tuple[Origin, ...]) -> tuple[tuple[Origin, ...], list[Any]]:
         """The next of: intend, put one, ..., settle."""
-        journal = sink.journal
+        journal = journal_of(sink)
         if journal.intent != sink.fetching or journal.before > len(lane):
             sink.intend(len(lane))
         elif len(lane) < journal.before + len(journal.intent):
@@ -345,7 +362,7 @@ class SinkPart:
 
     def _has_put_all(self, sink: Sink, lane: tuple[Origin, ...]) -> bool:
         """Whether this is the moment at which a trainer may take what was put."""
-        journal = sink.journal
+        journal = journal_of(sink)
         return bool(journal.intent) and len(lane) == journal.before + len(journal.intent)
 
     def _taken(self, origins: frozenset[Origin]) -> list[Any]:

@@ -5,21 +5,17 @@ import struct
 import threading
 from collections.abc import Iterator
 
-from relay.heads import export
+from relay.heads import export, pack_head
 from relay.local import COORDINATOR, LocalRelay
 
 from shmbus.relay import messages as m
-from shmbus.relay.messages import ORIGIN_BYTES, Origin, OriginHead, unpack_heads
+from shmbus.relay.messages import ORIGIN_BYTES, Origin, unpack_heads
 from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus_ext import _core
 
 _IDENTITY = slice(32, 48)
 _CRC = struct.Struct("<I")
 _CRC_AT = 60
-_REST = (
-    "instance_id", "round", "group_size", "index", "score", "policy_version", "nbytes",
-    "committed_ns", "check", "need", "reason", "split",
-)  # fmt: skip
 
 
 def identity_of(number: int) -> bytes:
@@ -44,13 +40,13 @@ class Swarm:
         self._relay, self._reader, self._count = relay, reader, count
         self.released: set[Origin] = set()
         self._real: dict[Origin, Origin] = {}
-        self._heads: list[OriginHead] = []
+        self._heads: list[bytes] = []
         _, records = reader.poll(count)
         heads = unpack_heads(reader.identity, _core.read_heads(records, reason_of))
         for number, head in enumerate(heads):
             origin = identity_of(number) + head.origin[len(identity_of(0)) :]
             self._real[origin] = head.origin
-            self._heads.append(OriginHead(origin, *(getattr(head, name) for name in _REST)))
+            self._heads.append(pack_head(origin, head))
         assert len(self._heads) == count
         relay.coordinator.sources.update(dict.fromkeys(map(address_of, range(count))))
         self._boxes = [relay.exchange.open(address_of(number)) for number in range(count)]
@@ -59,8 +55,8 @@ class Swarm:
             self._announce(number, (0, 0))
 
     def _announce(self, number: int, answers: tuple[int, int]) -> None:
-        bus, heads = identity_of(number).hex(), _core.pack_heads([self._heads[number]])
-        news = m.Announcement(bus, (1, 1 + answers[1]), True, heads, answers)
+        bus = identity_of(number).hex()
+        news = m.Announcement(bus, (1, 1 + answers[1]), True, self._heads[number], answers)
         self._boxes[number].send(COORDINATOR, news)
 
     def work(self) -> None:

@@ -256,7 +256,7 @@ def test_forged_lengths_are_refused_though_every_checksum_is_right(source: str) 
             forged = bytearray(block)
             struct.pack_into(form, forged, at, value)
             assert "record 0" in refusal(with_head_resealed(forged)), (at, value)
-    for count in (0, 1, 2, 4, _core.BLOCK_MAX_RECORDS + 1):
+    for count in (0, 1, 2, 4, _core.MAX_GROUP_SIZE + 1):
         forged = bytearray(block)
         struct.pack_into("<I", forged, COUNT_AT, count)
         assert "length" in refusal(resealed(forged)), count

@@ -4,13 +4,12 @@ import os
 import random
 
 import pytest
-from relay.heads import RecordHead, head_of, healed, make_origin
+from relay.heads import RecordHead, head_of, healed, make_origin, pack_heads
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
 from shmbus.relay.sink import Journal, Sink
 from shmbus.stash.stash import StashPolicy
-from shmbus_ext import _core
 
 SEED = int(os.environ.get("SHMBUS_TEST_SEED", random.randrange(1 << 32)))
 B0, B1 = "b0" * 16, "b1" * 16
@@ -37,7 +36,7 @@ def coordinator(
 
 
 def pack(bus: str, *heads: RecordHead) -> bytes:
-    return _core.pack_heads([head_of(bus, each) for each in heads])
+    return pack_heads([head_of(bus, each) for each in heads])
 
 
 def announce(made: Coordinator, bus: str, number: int, *heads: RecordHead) -> list[m.Message]:

@@ -6,13 +6,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from relay.heads import RecordHead, head_of
+from relay.heads import RecordHead, head_of, pack_heads
 from relay.local import COORDINATOR
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator_party import CoordinatorParty
 from shmbus.relay.party import Opener
-from shmbus_ext import _core
 
 SINK = "sink"
 
@@ -66,7 +65,7 @@ def announcement(number: int, mark: m.Mark) -> m.Envelope:
         )
         for i in range(8)
     ]
-    said = m.Announcement(bus_of(number), mark, False, _core.pack_heads(heads))
+    said = m.Announcement(bus_of(number), mark, False, pack_heads(heads))
     return m.Envelope(Word(f"source{number}"), said, b"")
 
 
@@ -79,7 +78,7 @@ def begun(count: int) -> tuple[CoordinatorParty, Box]:
     party.take(m.Envelope(SINK, m.SinkState(SINK, 1, term, frozenset(), frozenset()), b""))
     for number in range(count):
         party.take(hello(number))
-        whole = m.Announcement(bus_of(number), (1, 1), True, _core.pack_heads([]), (term, 0))
+        whole = m.Announcement(bus_of(number), (1, 1), True, pack_heads([]), (term, 0))
         party.take(m.Envelope(Word(f"source{number}"), whole, b""))
     party.round()
     return party, box

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 from conftest import wait_until
-from relay.heads import make_origin
+from relay.heads import RecordHead, head_of, make_origin, pack_heads
 from relay.local import COORDINATOR, put_group, relay, take
 
 import shmbus
@@ -37,7 +37,7 @@ def head(sequence: int = 0, **other: object) -> OriginHead:
         "instance_id": "q\N{SNOWMAN}", "round": None, "group_size": 8, "index": 3, "score": 0.5,
         "policy_version": 2, "nbytes": 640, "made_ns": 5, "check": 7, "need": 8, "reason": None,
     } | other  # fmt: skip
-    return OriginHead(make_origin(BUS, 1 << 40, sequence), **said)  # type: ignore[arg-type]
+    return head_of(BUS, RecordHead(1 << 40, sequence, **said))  # type: ignore[arg-type]
 
 
 def test_origins_sort_as_their_numbers_and_say_them() -> None:
@@ -57,12 +57,11 @@ def test_what_is_packed_is_unpacked() -> None:
         head(3, group_size=0, need=0, reason="out of \N{SNOWMAN}"), head(4, reason=""),
         head(5, split=1), head(6, split=15, round=4),
     ]  # fmt: skip
-    packed, same = _core.pack_heads(heads), bytes(range(16))
-    assert _core.unpack_heads(packed, same) == heads == unpack_heads(BUS, packed, 0, same)
-    for had, got in zip(heads, _core.unpack_heads(packed, same), strict=True):
-        names = [each for each in dir(OriginHead) if not each.startswith("_")]
-        assert [getattr(got, name) for name in names] == [getattr(had, name) for name in names]
-        assert hash(got) == hash(had) and got != head(9)
+    packed, same = pack_heads(heads), bytes(range(16))
+    names = [each for each in dir(OriginHead) if not each.startswith("_")]
+    for found in (_core.unpack_heads(packed, same), unpack_heads(BUS, packed, 0, same)):
+        for had, got in zip(heads, found, strict=True):
+            assert [getattr(got, name) for name in names] == [getattr(had, name) for name in names]
     assert heads[1].key == ("q\N{SNOWMAN}", -3) and heads[0].key == "q\N{SNOWMAN}"
     assert [each.key for each in heads[5:]] == [("q\N{SNOWMAN}", None, 1), ("q\N{SNOWMAN}", 4, 15)]
     assert [each.failed for each in heads] == [False, False, False, True, True, False, False]
@@ -71,7 +70,7 @@ def test_what_is_packed_is_unpacked() -> None:
 
 
 def test_a_split_gets_its_readers_number_and_is_left_out_without_one() -> None:
-    packed = _core.pack_heads([head(), head(1, split=2), head(2, split=1), head(3, split=3)])
+    packed = pack_heads([head(), head(1, split=2), head(2, split=1), head(3, split=3)])
     assert [each.origin for each in _core.unpack_heads(packed)] == [head().origin]
     found = _core.unpack_heads(packed, bytes([0, 16, 5]))
     assert [(each.origin, each.split) for each in found] == [
@@ -103,27 +102,24 @@ def test_a_records_head_is_what_the_record_says(bus_name: str) -> None:
 @pytest.mark.parametrize("name", FORGED)
 def test_a_number_that_no_record_has_is_refused(name: str) -> None:
     at, form, value = FORGED[name]
-    packed = bytearray(_core.pack_heads([head(), head(1)]))
+    packed = bytearray(pack_heads([head(), head(1)]))
     struct.pack_into(form, packed, at, value)
     with pytest.raises(ValueError, match="no record can"):
         _core.unpack_heads(packed)
 
 
 def test_heads_of_another_bus_and_text_that_is_none_are_refused() -> None:
-    packed = bytearray(_core.pack_heads([head()]))
+    packed = bytearray(pack_heads([head()]))
     with pytest.raises(errors.ProtocolError, match="of another one"):
         unpack_heads("cd" * 16, packed)
     packed[88] = 0xFF
     with pytest.raises(errors.ProtocolError, match=f"an announcement of bus {BUS}"):
         unpack_heads(BUS, packed)
-    for bad in ({"group_size": 2, "index": 2}, {"need": 9}, {"policy_version": -1}):
-        with pytest.raises(ValueError, match="sizes of a group"):
-            head(**bad)
 
 
 def test_whatever_is_cut_or_changed_is_heads_or_refused(seed: int) -> None:
     rng = random.Random(seed)
-    whole = _core.pack_heads([head(i, reason=None if i % 3 else "why") for i in range(4)])
+    whole = pack_heads([head(i, reason=None if i % 3 else "why") for i in range(4)])
     for cut in range(len(whole)):
         try:
             assert len(_core.unpack_heads(whole[:cut])) < 4

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from conftest import wait_until
-from relay.heads import RecordHead, head_of
+from relay.heads import RecordHead, head_of, pack_heads
 from relay.local import COORDINATOR, put_group, relay, take
 
 import shmbus
@@ -12,7 +12,6 @@ from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
 from shmbus.relay.coordinator_party import Clocks
 from shmbus.relay.messages import OriginHead
-from shmbus_ext import _core
 
 SECOND = 1_000_000_000
 HOUR = 3600 * SECOND
@@ -75,9 +74,9 @@ def test_which_of_two_machines_was_first_is_judged_by_one_clock(made_ns: int, la
     made.begin()
     made.clocks_ns = {a: 0, b: 900 * HOUR}
     both = (head(a, 0, 50), head(a, 1, 50, sequence=1))
-    made.announced(m.Announcement(a, (1, 1), True, _core.pack_heads(both)), 0.0)
+    made.announced(m.Announcement(a, (1, 1), True, pack_heads(both)), 0.0)
     report = head(b, 1, made_ns + 900 * HOUR, reason="gone")
-    made.announced(m.Announcement(b, (1, 1), True, _core.pack_heads([report])), 0.0)
+    made.announced(m.Announcement(b, (1, 1), True, pack_heads([report])), 0.0)
     # One that is newer than the sample is of the prompt's next round.
     assert len(made.stash.failures.groups) == (0 if late else 1)
 
@@ -101,7 +100,7 @@ def test_a_jumping_clock_is_named(buses: dict[str, str], caplog: pytest.LogCaptu
 def test_a_stranger_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         wait_until(lambda: made.coordinator.pure is not None)
-        heads = _core.pack_heads([head("f" * 32, 0, 0)])
+        heads = pack_heads([head("f" * 32, 0, 0)])
         for number in (1, 2):
             news = m.Announcement("f" * 32, (1, number), True, heads)
             made.send("stranger", COORDINATOR, news)
@@ -118,7 +117,7 @@ def test_what_nobody_holds_is_given_back_and_no_group_waits_for_it(buses: dict[s
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         wait_until(lambda: (pure := made.coordinator.pure) is not None and bool(pure.newest))
         source = made.parties[buses["a"]].source
-        forged = _core.pack_heads([head(source.bus, 0, 0, sequence=77, size=1)])
+        forged = pack_heads([head(source.bus, 0, 0, sequence=77, size=1)])
         source.number += 1
         news = m.Announcement(source.bus, source.mark, False, forged)
         made.send(buses["a"], COORDINATOR, news)

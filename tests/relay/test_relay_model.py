@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from relay.every_order import Faults
 from relay.heads import RecordHead
-from relay.relay_machines import Plan, System
+from relay.relay_machines import Plan, PlannedSource, System
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
@@ -56,7 +56,7 @@ class Evaluated(System):
     """Number 1 of the sources' splits is "eval", which the sink's bus has too."""
 
     def source_kind(self, bus: str, incarnation: int) -> Source:  # type: ignore[override]
-        return Source(bus, incarnation, splits=lambda: ("train", "eval"))
+        return PlannedSource(bus, incarnation, "train", "eval")
 
     def coordinator_kind(self, *arguments: Any) -> Coordinator:  # type: ignore[override]
         new = Coordinator(*arguments)
@@ -166,7 +166,7 @@ class LetsGoEarly(Sink):
         return [*super().fetched(message), *self.end(frozenset(message.origins))]
 
 
-class AnnouncesOnlyNews(Source):
+class AnnouncesOnlyNews(PlannedSource):
     """A source whose successor does not say what the ring had before."""
 
     def begin(self, heads: Any) -> list[m.Message]:

@@ -68,11 +68,6 @@ class Pending:
                 done = self._done = torch.cuda.Event(blocking=BLOCKING)  # type: ignore[no-untyped-call]
             done.record(stream)
 
-    @property
-    def arrived(self) -> bool:
-        """True if `finish` would not wait."""
-        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
-
     def finish(self) -> Batch:
         """Wait until the batch reaches the device, and return it."""
         self._wait()

@@ -323,7 +323,6 @@ static void memory_release(ChannelMemoryObject *self, Py_buffer *Py_UNUSED(view)
 
 static PyMemberDef memory_members[] = {
     {"bytes", T_ULONGLONG, offsetof(ChannelMemoryObject, bytes), READONLY, NULL},
-    {"exports", T_PYSSIZET, offsetof(ChannelMemoryObject, exports), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

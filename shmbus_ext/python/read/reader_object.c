@@ -618,9 +618,7 @@ static PyMethodDef reader_methods[] = {
 static PyMemberDef reader_members[] = {
     {"segment", T_OBJECT_EX, offsetof(ReaderObject, segment), READONLY, NULL},
     {"delivered", T_ULONGLONG, offsetof(ReaderObject, c.delivered), READONLY, NULL},
-    {"corrupt", T_ULONGLONG, offsetof(ReaderObject, c.corrupt), READONLY, NULL},
     {"moves", T_ULONGLONG, offsetof(ReaderObject, c.moves), READONLY, NULL},
-    {"runs_freed", T_ULONGLONG, offsetof(ReaderObject, c.runs_freed), READONLY, NULL},
     {"attached", T_BOOL, offsetof(ReaderObject, attached), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };

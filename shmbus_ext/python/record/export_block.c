@@ -192,7 +192,6 @@ PyMethodDef py_export_functions[] = {
 };
 
 const struct named_value py_export_constants[] = {
-    {"BLOCK_MAX_RECORDS", BLOCK_MAX_RECORDS},
     {"BLOCK_HEADER_BYTES", sizeof(struct block_header)},
     {NULL, 0},
 };

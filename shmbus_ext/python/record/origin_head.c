@@ -99,44 +99,6 @@ static bool row_holds(const struct head_row *row) {
            (row->group_size == 0 ? failed : row->index < row->group_size && row->need >= 1);
 }
 
-static PyObject *py_origin_head_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"origin", "instance_id", "round", "group_size", "index", "score",
-                            "policy_version", "nbytes", "made_ns", "check", "need", "reason", "split",
-                            NULL};
-    (void)type;
-    Py_buffer origin;
-    PyObject *id, *round, *reason = Py_None;
-    long long policy_version, made_ns;
-    unsigned long long nbytes;
-    struct head_row row = {.reason_bytes = NO_REASON, .id_bytes = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*UOHHdLKLIH|Ob", names, &origin, &id, &round,
-                                     &row.group_size, &row.index, &row.score, &policy_version,
-                                     &nbytes, &made_ns, &row.check, &row.need, &reason, &row.split)) {
-        return NULL;
-    }
-    row.policy_version = policy_version;
-    row.nbytes = nbytes;
-    row.made_ns = made_ns;
-    row.round = round == Py_None ? SHMBUS_NO_ROUND : PyLong_AsLongLong(round);
-    row.reason_bytes = reason == Py_None ? NO_REASON : 0;
-    row.need = row.group_size == 0 ? 0 : row.need;
-    PyObject *head = NULL;
-    if (!PyErr_Occurred()) {
-        if (origin.len != RELAY_ORIGIN_BYTES || !row_holds(&row) ||
-            (reason != Py_None && !PyUnicode_Check(reason))) {
-            PyErr_Format(PyExc_ValueError,
-                         "head: expected an origin of %u bytes, sizes of a group, and a reason as "
-                         "text or None, got %R",
-                         RELAY_ORIGIN_BYTES, args);
-        } else {
-            head = make_head(&row, PyBytes_FromStringAndSize(origin.buf, origin.len), Py_NewRef(id),
-                             Py_NewRef(reason));
-        }
-    }
-    PyBuffer_Release(&origin);
-    return head;
-}
-
 static PyObject *py_origin_head_round(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
     return py_round(self->round);
 }
@@ -148,8 +110,6 @@ static PyObject *py_origin_head_failed(OriginHeadObject *self, void *Py_UNUSED(i
 static PyObject *py_origin_head_committed_ns(OriginHeadObject *self, void *Py_UNUSED(ignored)) {
     return PyLong_FromLongLong(self->made_ns - self->clock_ns);
 }
-
-static Py_hash_t py_origin_head_hash(OriginHeadObject *self) { return PyObject_Hash(self->origin); }
 
 static PyObject *py_origin_head_repr(OriginHeadObject *self) {
     return PyUnicode_FromFormat("OriginHead(%R, %R, index=%d, reason=%R)", self->origin, self->key,
@@ -197,25 +157,6 @@ static bool append(struct sink *to, struct head_row *row, PyObject *id, PyObject
     return true;
 }
 
-static bool append_head(struct sink *to, PyObject *item) {
-    NEVER(!Py_IS_TYPE(item, &OriginHeadType), false);
-    const OriginHeadObject *head = (OriginHeadObject *)item;
-    struct head_row row = {
-        .round = head->round,
-        .policy_version = head->policy_version,
-        .made_ns = head->made_ns,
-        .nbytes = head->nbytes,
-        .score = head->score,
-        .check = head->check,
-        .group_size = head->group_size,
-        .need = head->need,
-        .index = head->index,
-        .split = (uint8_t)head->split,
-    };
-    memcpy(row.origin, PyBytes_AS_STRING(head->origin), sizeof row.origin);
-    return append(to, &row, head->instance_id, head->reason);
-}
-
 static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) {
     if (!Py_IS_TYPE(item, &TrajectoryType)) {
         return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
@@ -258,9 +199,14 @@ static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) 
 /* Size of a typical head with its id. */
 #define USUAL_BYTES (sizeof(struct head_row) + 24)
 
-/* Pack heads or, with reason_of, records in the ring. */
-static PyObject *pack_all(PyObject *items, PyObject *reason_of) {
-    PyObject *list = PySequence_Fast(items, "expected heads, or records");
+/* read_heads(trajectories, reason_of) -> bytes: the heads of records in the ring, for unpack_heads
+ * on a different node; for a failure report, reason_of(trajectory) returns the reason. */
+static PyObject *py_read_heads(PyObject *Py_UNUSED(module), PyObject *args) {
+    PyObject *records, *reason_of;
+    if (!PyArg_ParseTuple(args, "OO", &records, &reason_of)) {
+        return NULL;
+    }
+    PyObject *list = PySequence_Fast(records, "expected records");
     if (list == NULL) {
         return NULL;
     }
@@ -268,8 +214,7 @@ static PyObject *pack_all(PyObject *items, PyObject *reason_of) {
     struct sink to = {PyBytes_FromStringAndSize(NULL, n * (Py_ssize_t)USUAL_BYTES), 0};
     bool good = to.bytes != NULL;
     for (Py_ssize_t i = 0; good && i < n; i++) {
-        PyObject *item = PySequence_Fast_GET_ITEM(list, i);
-        good = reason_of == NULL ? append_head(&to, item) : append_record(&to, item, reason_of);
+        good = append_record(&to, PySequence_Fast_GET_ITEM(list, i), reason_of);
     }
     Py_DECREF(list);
     if (good) {
@@ -278,21 +223,6 @@ static PyObject *pack_all(PyObject *items, PyObject *reason_of) {
         Py_CLEAR(to.bytes);
     }
     return to.bytes;
-}
-
-/* pack_heads(heads) -> bytes: for unpack_heads on a different node. */
-static PyObject *py_pack_heads(PyObject *Py_UNUSED(module), PyObject *heads) {
-    return pack_all(heads, NULL);
-}
-
-/* read_heads(trajectories, reason_of) -> bytes: the heads of records in the ring; for a failure
- * report, reason_of(trajectory) returns the reason. */
-static PyObject *py_read_heads(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *items, *reason_of;
-    if (!PyArg_ParseTuple(args, "OO", &items, &reason_of)) {
-        return NULL;
-    }
-    return pack_all(items, reason_of);
 }
 
 /* Add the head at `at` if its split maps to a number here; on error clear the list, with an
@@ -348,26 +278,6 @@ static PyObject *py_unpack_heads(PyObject *Py_UNUSED(module), PyObject *args) {
     return heads;
 }
 
-/* Equal if every field is equal, whoever reads the heads. */
-static PyObject *py_origin_head_compare(PyObject *self, PyObject *other, int how) {
-    if (!Py_IS_TYPE(other, &OriginHeadType) || (how != Py_EQ && how != Py_NE)) {
-        Py_RETURN_NOTIMPLEMENTED;
-    }
-    struct sink both[2] = {{PyBytes_FromStringAndSize(NULL, 0), 0},
-                           {PyBytes_FromStringAndSize(NULL, 0), 0}};
-    PyObject *result = NULL;
-    if (both[0].bytes != NULL && both[1].bytes != NULL && append_head(&both[0], self) &&
-        append_head(&both[1], other)) {
-        const bool equal = both[0].used == both[1].used &&
-                           memcmp(PyBytes_AS_STRING(both[0].bytes),
-                                  PyBytes_AS_STRING(both[1].bytes), (size_t)both[0].used) == 0;
-        result = PyBool_FromLong(equal == (how == Py_EQ));
-    }
-    Py_XDECREF(both[0].bytes);
-    Py_XDECREF(both[1].bytes);
-    return result;
-}
-
 static PyMemberDef members[] = {
     {"origin", T_OBJECT_EX, offsetof(OriginHeadObject, origin), READONLY, NULL},
     {"instance_id", T_OBJECT_EX, offsetof(OriginHeadObject, instance_id), READONLY, NULL},
@@ -397,16 +307,12 @@ static PyGetSetDef getset[] = {
 PyTypeObject OriginHeadType = {
     TYPE_BASICS("OriginHead", OriginHeadObject, py_origin_head_dealloc, 0),
     .tp_doc = "A head of a record on any bus, as a group table takes it.",
-    .tp_new = py_origin_head_new,
     .tp_members = members,
     .tp_getset = getset,
-    .tp_hash = (hashfunc)py_origin_head_hash,
-    .tp_richcompare = py_origin_head_compare,
     .tp_repr = (reprfunc)py_origin_head_repr,
 };
 
 PyMethodDef py_origin_head_functions[] = {
-    {"pack_heads", py_pack_heads, METH_O, NULL},
     {"read_heads", py_read_heads, METH_VARARGS, NULL},
     {"unpack_heads", py_unpack_heads, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -558,7 +558,6 @@ static PyMemberDef segment_members[] = {
     {"extent_count", T_UINT, offsetof(SegmentObject, c.extent_count), READONLY, NULL},
     {"max_producers", T_UINT, offsetof(SegmentObject, c.max_producers), READONLY, NULL},
     {"record_limit", T_ULONGLONG, offsetof(SegmentObject, c.record_limit), READONLY, NULL},
-    {"segment_bytes", T_ULONGLONG, offsetof(SegmentObject, c.bytes), READONLY, NULL},
     {"created_unix_ns", T_ULONGLONG, offsetof(SegmentObject, c.created_unix_ns), READONLY, NULL},
     {"identity", T_STRING_INPLACE, offsetof(SegmentObject, c.identity), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
