@@ -134,28 +134,34 @@ def test_workers_groups_of_a_split_come_whole(unlike: dict[str, str]) -> None:
         assert stats(a).undelivered == stats(b).undelivered == stats(t).undelivered == 0
 
 
+@pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("who", ["a", "t", COORDINATOR])
-def test_a_restarted_party_keeps_an_evaluation_exact(unlike: dict[str, str], who: str) -> None:
+def test_a_restarted_party_keeps_groups_exact_and_asks_nothing_twice(
+    unlike: dict[str, str], who: str, split: str
+) -> None:
     a, b, t = (unlike[each] for each in "abt")
     address = unlike.get(who, who)
-    with relayed(unlike, "ab", EVAL) as (made, consumer, one, other):
-        put_sample(one, 0, split="eval")
+    with relayed(unlike, "ab", {"split": split}) as (made, consumer, one, other):
+        put_sample(one, 0, split=split)
         wait_until(lambda: made.coordinator.note().announced == 1)
         made.restart(address)
-        put_sample(other, 1)
+        put_sample(other, 1, split=split)
         (group,) = take(consumer, 1)
         made.restart(address)
-        consumer.request("e", group_size=2, split="eval", round=1, prompt=PROMPT)
+        consumer.request("e", group_size=2, split=split, round=1, prompt=PROMPT)
         requests = [next_request(one) for _ in range(2)]
         made.restart(address)
         assert other.requests.next(timeout=3.0) is None
         for request in requests:
-            assert request.split == "eval" and one.requests.answer(request, tokens=PROMPT)
+            assert request.split == split and one.requests.answer(request, tokens=PROMPT)
         (second,) = take(consumer, 1)
+        made.restart(address)
+        assert other.requests.next(timeout=0.5) is None
         group.ack()
         second.ack()
         wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
-        assert [ended(name) for name in (a, b, t)] == [(3, 0, 0), (1, 0, 0), (4, 0, 0)]
+        assert [ended(name, split) for name in (a, b, t)] == [(3, 0, 0), (1, 0, 0), (4, 0, 0)]
+        wait_until(lambda: read_status(a).requests.groups == read_status(t).requests.groups == 0)
         assert not consumer.take(timeout=0.2)
 
 
@@ -362,23 +368,29 @@ def test_a_failed_evaluation_sample_moves_on(unlike: dict[str, str], round: int 
         assert ended(t) == (2, 0, 0) and ended(a) == (1, 2, 0)
 
 
-def test_a_cancelled_evaluation_ends_alone_on_every_node(unlike: dict[str, str]) -> None:
+@pytest.mark.parametrize(("split", "another"), [("train", "eval"), ("eval", "train")])
+def test_a_group_that_needs_no_more_ends_alone_on_every_node(
+    unlike: dict[str, str], split: str, another: str
+) -> None:
     a, t = unlike["a"], unlike["t"]
-    with relayed(unlike, "ab", EVAL) as (_, consumer, one, other):
-        consumer.request("e", group_size=4, need=2, round=1, split="eval", prompt=PROMPT)
+    with relayed(unlike, "ab", {"split": split}) as (_, consumer, one, other):
+        consumer.request("e", group_size=4, need=2, round=1, split=split, prompt=PROMPT)
         requests = [next_request(one) for _ in range(3)]
         for request in requests[:2]:
             assert one.requests.answer(request, tokens=PROMPT)
         for producer in (one, other):
-            wait_until(lambda p=producer: p.cancelled("e", round=1, split="eval"))
-            assert not producer.cancelled("e", round=1)
+            wait_until(lambda p=producer: p.cancelled("e", round=1, split=split))
+            assert not producer.cancelled("e", round=1, split=another)
             assert not producer.cancelled("e", round=1, split="warmup")
         wait_until(lambda: not one.requests.is_wanted(requests[2]))
         assert not one.requests.answer(requests[2], tokens=PROMPT)
+        assert one.requests.next(timeout=0.2) is None
         (group,) = take(consumer, 1)
         assert len(group) == 2
         group.ack()
         wait_until(lambda: read_status(a).requests.groups == read_status(t).requests.groups == 0)
+        found = read_status(t).requests
+        assert (found.offered, found.done, found.given_up) == (4, 2, 2)
 
 
 def test_a_release_of_several_splits_is_in_the_ledger_of_each(bus_name: str) -> None:
