@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import stat
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -321,38 +319,6 @@ def test_a_forked_child_is_told_and_leaves_its_parents_connection_alone(
         bus_name,
     )
     assert child.finish().split("\n")[:2] == ["told True", "parent 1"]
-
-
-def test_a_handle_pickles_and_finds_the_daemon_again(daemon: Served, bus_name: str) -> None:
-    daemon("--capacity", "8MiB")
-    put(bus_name, "a")
-    with Consumer(bus_name) as consumer, pickle.loads(pickle.dumps(consumer)) as copy:
-        assert len(copy.take(timeout=10)) == 1
-        assert client_of(copy)
-
-
-def test_threads_of_one_consumer_take_and_acknowledge_side_by_side(
-    daemon: Served, bus_name: str
-) -> None:
-    daemon("--capacity", "8MiB")
-    taken: list[str] = []
-    with Consumer(bus_name) as consumer:
-
-        def work() -> None:
-            for _ in range(25):
-                for group in consumer.take(1, timeout=10):
-                    taken.append(group.instance_id)
-                    group.ack()
-
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for number in range(100):
-            put(bus_name, f"g{number}", size=1)
-        for thread in threads:
-            thread.join(30)
-        assert sorted(taken) == sorted(f"g{n}" for n in range(100))
-        assert wait_until(lambda: consumer.stats().acknowledged == 100)
 
 
 # -- bad clients

@@ -265,31 +265,6 @@ def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
     assert balanced(gateway.name)
 
 
-def test_a_list_that_the_gateway_had_half_put_when_it_died_comes_once(gateway_of: Any) -> None:
-    gateway = gateway_of("--create", "1MiB")
-    gateway.register(batch_size=2)
-    body = [numbered(number) for number in range(60)]
-    connection = gateway.connect()
-    connection.sendall(request_bytes("POST", "/scored_data_list", body))
-    wait_until(lambda: gateway.get("/status").json()["queue_size"] > 10)
-    gateway.kill()
-    connection.close()
-    gateway.start()
-    statuses = []
-    again = threading.Thread(
-        target=lambda: statuses.append(gateway.post("/scored_data_list", body).status)
-    )
-    again.start()
-    found: list[int] = []
-    while again.is_alive():
-        found += numbers(gateway.batch() or [])
-    again.join()
-    assert statuses == [200]
-    assert sorted(found + all_batches(gateway)) == list(range(60))
-    gateway.stop()
-    assert balanced(gateway.name)
-
-
 def test_a_bus_that_was_removed_ends_its_gateway(gateway: Gateway) -> None:
     gateway.register()
     shmbus.unlink(gateway.name)

@@ -25,22 +25,6 @@ from shmbus_ext import _core
 pytest_plugins = ["relay.relay_fixtures"]
 
 
-def test_groups_made_on_two_nodes_arrive_and_ledgers_balance(buses: dict[str, str]) -> None:
-    sources = [buses["a"], buses["b"]]
-    with relay(sources, [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
-        for i in range(20):
-            put_group(sources, i, round=3, meta={"i": i}, policy_version=7)
-        for group in take(consumer, 20):
-            number = int(group.instance_id[1:])
-            assert [t.index for t in group] == [0, 1, 2, 3]
-            assert all(t.meta == {"i": number} and t.policy_version == 7 for t in group)
-            assert all((t["tokens"] == number).all() for t in group)
-            group.ack()
-        for name in sources:
-            wait_until(lambda name=name: stats(name).acknowledged == 40)
-            assert stats(name).undelivered == 0 and not stats(name).dropped
-
-
 def test_a_source_holds_a_record_until_the_trainers_ack(buses: dict[str, str]) -> None:
     with relay([buses["a"]], [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
         put_group([buses["a"]], 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, relay, relayed, stats, take, workers
+from relay.local import relay, relayed, take, workers
 
 import shmbus
 from shmbus import Request
@@ -75,28 +75,6 @@ def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, st
         assert producer.requests.next(timeout=0.2) is None
 
 
-def test_two_nodes_make_each_request_once(buses: dict[str, str]) -> None:
-    made: Counter[str] = Counter()
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]]),
-        shmbus.Consumer(buses["t"]) as consumer,
-        shmbus.Feeder(buses["t"]) as feeder,
-        workers([buses["a"], buses["b"]], counting(made)),
-    ):
-        for number in range(40):
-            offer(feeder, number)
-        groups = take(consumer, 40)
-        assert sorted(group.instance_id for group in groups) == sorted(f"q{n}" for n in range(40))
-        for group in groups:
-            for t in group:
-                expected = [int(group.instance_id[1:])] * 5 + [t.index]
-                assert t["tokens"].tolist() == expected
-            group.ack()
-        wait_until(lambda: all(read_status(n).requests.groups == 0 for n in buses.values()))
-        assert made.total() == 160 and len(made) == 2
-        assert stats(buses["t"]).acknowledged == 160 and not stats(buses["t"]).dropped
-
-
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_what_a_forgotten_node_had_is_asked_of_another(unlike: dict[str, str], split: str) -> None:
     with relayed(unlike, "ab", {"split": split}) as (made, consumer, one, other):
@@ -114,41 +92,6 @@ def test_what_a_forgotten_node_had_is_asked_of_another(unlike: dict[str, str], s
         group.ack()
         assert made.coordinator.lost == 1
         assert counts(unlike["t"]) == (2, 0, 0, 2, 0, 0)
-
-
-@pytest.mark.parametrize("who", ["a", "t", COORDINATOR])
-def test_a_party_that_begins_again_has_nothing_asked_twice(buses: dict[str, str], who: str) -> None:
-    with relayed(buses, "ab") as (made, consumer, one, other):
-        consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
-        requests = [one.requests.next(timeout=30.0) for _ in range(2)]
-        made.restart(buses.get(who, who))
-        assert other.requests.next(timeout=3.0) is None
-        for request in requests:
-            assert request is not None and answer(one, request)
-        (group,) = take(consumer, 1)
-        made.restart(buses.get(who, who))
-        assert other.requests.next(timeout=0.5) is None
-        group.ack()
-        assert counts(buses["t"]) == (2, 0, 0, 2, 0, 0)
-        wait_until(lambda: counts(buses["a"])[5] == 0)
-
-
-def test_a_group_that_needs_no_more_is_made_on_no_node_any_more(buses: dict[str, str]) -> None:
-    with relayed(buses, "a") as (_, consumer, producer):
-        consumer.request("q", group_size=4, need=2, round=1, prompt=np.arange(3, dtype=np.int32))
-        requests = [producer.requests.next(timeout=30.0) for _ in range(3)]
-        for request in requests[:2]:
-            assert request is not None and answer(producer, request)
-        late = requests[2]
-        assert late is not None
-        wait_until(lambda: producer.cancelled("q", round=1))
-        wait_until(lambda: not producer.requests.is_wanted(late))
-        assert not answer(producer, late)
-        assert producer.requests.next(timeout=0.2) is None
-        (group,) = take(consumer, 1)
-        assert len(group) == 2
-        group.ack()
-        assert counts(buses["t"]) == (4, 0, 0, 2, 2, 0)
 
 
 def test_a_group_chosen_by_workers_is_cancelled_everywhere(buses: dict[str, str]) -> None:

@@ -78,17 +78,6 @@ def test_a_failed_sample_is_asked_for_once_its_backoff_is_over(buses: dict[str, 
         assert [sample.index for sample in asked.samples] == [1]
 
 
-def test_the_second_attempt_goes_to_another_node(buses: dict[str, str]) -> None:
-    with relayed(buses, "ab", policy=TWICE) as (_, consumer, one, other):
-        put(one, 0)
-        one.fail("q", 1, "first", group_size=2)
-        wanted(one)
-        one.fail("q", 1, "second", group_size=2)
-        assert (asked := wanted(other)).attempt == 2 and asked.reason == "second"
-        put(other, 1)
-        take(consumer, 1)[0].ack()
-
-
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_a_dead_workers_sample_is_a_failed_attempt(
     unlike: dict[str, str], spawn: Spawner, split: str

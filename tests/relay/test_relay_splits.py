@@ -20,7 +20,6 @@ from shmbus_ext import _core
 from trainer_adapter import OnlineDataHandler
 
 pytest_plugins = ["relay.relay_fixtures"]
-EVAL = {"split": "eval"}
 PROMPT = np.arange(3, dtype=np.int32)
 
 
@@ -120,42 +119,54 @@ def test_a_handler_evaluates_what_another_node_makes(unlike: dict[str, str]) -> 
         wait_until(lambda: ended(a) == (6, 0, 0))
 
 
-def test_workers_groups_of_a_split_come_whole(unlike: dict[str, str]) -> None:
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_groups_made_on_two_nodes_come_whole_and_ledgers_balance(
+    unlike: dict[str, str], split: str
+) -> None:
     a, b, t = (unlike[each] for each in "abt")
-    with relay([a, b], [t]), shmbus.Consumer(t, split="eval") as consumer:
-        for number in range(10):
-            put_group([a, b], number, split="eval", round=number % 2 or None, meta={"n": number})
-        for group in take(consumer, 10):
+    more = {"split": split, "policy_version": 7}
+    with relay([a, b], [t]), shmbus.Consumer(t, split=split) as consumer:
+        for number in range(20):
+            put_group([a, b], number, round=number % 2 or None, meta={"n": number}, **more)
+        for group in take(consumer, 20):
+            number = int(group.instance_id[1:])
             assert [t.index for t in group] == [0, 1, 2, 3]
-            assert {(t.split, t.meta["n"]) for t in group} == {("eval", int(group.instance_id[1:]))}
+            assert {(t.split, t.policy_version, t.meta["n"]) for t in group} == {(split, 7, number)}
+            assert all((t["tokens"] == number).all() for t in group)
             group.ack()
-        wait_until(lambda: stats(a).acknowledged == stats(b).acknowledged == 20)
-        assert [ended(name) for name in (a, b, t)] == [(20, 0, 0), (20, 0, 0), (40, 0, 0)]
+        wait_until(lambda: stats(a).acknowledged == stats(b).acknowledged == 40)
+        assert [ended(name, split) for name in (a, b, t)] == [(40, 0, 0), (40, 0, 0), (80, 0, 0)]
         assert stats(a).undelivered == stats(b).undelivered == stats(t).undelivered == 0
 
 
+@pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("who", ["a", "t", COORDINATOR])
-def test_a_restarted_party_keeps_an_evaluation_exact(unlike: dict[str, str], who: str) -> None:
+def test_a_restarted_party_keeps_groups_exact_and_asks_nothing_twice(
+    unlike: dict[str, str], who: str, split: str
+) -> None:
     a, b, t = (unlike[each] for each in "abt")
     address = unlike.get(who, who)
-    with relayed(unlike, "ab", EVAL) as (made, consumer, one, other):
-        put_sample(one, 0, split="eval")
+    with relayed(unlike, "ab", {"split": split}) as (made, consumer, one, other):
+        put_sample(one, 0, split=split)
         wait_until(lambda: made.coordinator.note().announced == 1)
         made.restart(address)
-        put_sample(other, 1)
+        put_sample(other, 1, split=split)
         (group,) = take(consumer, 1)
         made.restart(address)
-        consumer.request("e", group_size=2, split="eval", round=1, prompt=PROMPT)
+        consumer.request("e", group_size=2, split=split, round=1, prompt=PROMPT)
         requests = [next_request(one) for _ in range(2)]
         made.restart(address)
         assert other.requests.next(timeout=3.0) is None
         for request in requests:
-            assert request.split == "eval" and one.requests.answer(request, tokens=PROMPT)
+            assert request.split == split and one.requests.answer(request, tokens=PROMPT)
         (second,) = take(consumer, 1)
+        made.restart(address)
+        assert other.requests.next(timeout=0.5) is None
         group.ack()
         second.ack()
         wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
-        assert [ended(name) for name in (a, b, t)] == [(3, 0, 0), (1, 0, 0), (4, 0, 0)]
+        assert [ended(name, split) for name in (a, b, t)] == [(3, 0, 0), (1, 0, 0), (4, 0, 0)]
+        wait_until(lambda: read_status(a).requests.groups == read_status(t).requests.groups == 0)
         assert not consumer.take(timeout=0.2)
 
 
@@ -334,51 +345,61 @@ def wanted(producer: shmbus.Producer) -> Request:
     return found[0]
 
 
-@pytest.mark.parametrize("round", [None, 5])
-def test_a_failed_evaluation_sample_moves_on(unlike: dict[str, str], round: int | None) -> None:
+@pytest.mark.parametrize(("split", "round"), [("train", None), ("eval", None), ("eval", 5)])
+def test_a_failed_samples_second_attempt_goes_to_another_node(
+    unlike: dict[str, str], split: str, round: int | None
+) -> None:
     a, b, t = (unlike[each] for each in "abt")
-    with relayed(unlike, "ab", EVAL, policy=TWICE) as (
+    of: dict[str, Any] = {"split": split, "round": round}
+    with relayed(unlike, "ab", {"split": split}, policy=TWICE) as (
         made,
         consumer,
         one,
         other,
     ):
-        put_sample(one, 0, round=round)
-        one.fail("q", 1, "first", group_size=2, round=round, split="eval")
+        put_sample(one, 0, **of)
+        one.fail("q", 1, "first", group_size=2, **of)
         asked = wanted(one)
-        assert (asked.instance_id, asked.round, asked.split) == ("q", round, "eval")
+        assert (asked.instance_id, asked.round, asked.split) == ("q", round, split)
         made.restart(a)
         made.restart(COORDINATOR)
         wait_until(lambda: (pure := made.coordinator.pure) and pure.retries.open == 1)
-        one.fail("q", 1, "second", group_size=2, round=round, split="eval")
+        one.fail("q", 1, "second", group_size=2, **of)
         asked = wanted(other)
-        assert (asked.split, asked.index, asked.reason) == ("eval", 1, "second")
-        put_sample(other, 1, round=round)
+        assert (asked.split, asked.index, asked.reason) == (split, 1, "second")
+        assert asked.attempt == 2
+        put_sample(other, 1, **of)
         (group,) = take(consumer, 1)
         assert [t.index for t in group] == [0, 1] and group.round == round
         group.ack()
         wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
         wait_until(lambda: not read_status(a).wanted and not read_status(b).wanted)
-        assert ended(t) == (2, 0, 0) and ended(a) == (1, 2, 0)
+        assert ended(t, split) == (2, 0, 0) and ended(a, split) == (1, 2, 0)
 
 
-def test_a_cancelled_evaluation_ends_alone_on_every_node(unlike: dict[str, str]) -> None:
+@pytest.mark.parametrize(("split", "another"), [("train", "eval"), ("eval", "train")])
+def test_a_group_that_needs_no_more_ends_alone_on_every_node(
+    unlike: dict[str, str], split: str, another: str
+) -> None:
     a, t = unlike["a"], unlike["t"]
-    with relayed(unlike, "ab", EVAL) as (_, consumer, one, other):
-        consumer.request("e", group_size=4, need=2, round=1, split="eval", prompt=PROMPT)
+    with relayed(unlike, "ab", {"split": split}) as (_, consumer, one, other):
+        consumer.request("e", group_size=4, need=2, round=1, split=split, prompt=PROMPT)
         requests = [next_request(one) for _ in range(3)]
         for request in requests[:2]:
             assert one.requests.answer(request, tokens=PROMPT)
         for producer in (one, other):
-            wait_until(lambda p=producer: p.cancelled("e", round=1, split="eval"))
-            assert not producer.cancelled("e", round=1)
+            wait_until(lambda p=producer: p.cancelled("e", round=1, split=split))
+            assert not producer.cancelled("e", round=1, split=another)
             assert not producer.cancelled("e", round=1, split="warmup")
         wait_until(lambda: not one.requests.is_wanted(requests[2]))
         assert not one.requests.answer(requests[2], tokens=PROMPT)
+        assert one.requests.next(timeout=0.2) is None
         (group,) = take(consumer, 1)
         assert len(group) == 2
         group.ack()
         wait_until(lambda: read_status(a).requests.groups == read_status(t).requests.groups == 0)
+        found = read_status(t).requests
+        assert (found.offered, found.done, found.given_up) == (4, 2, 2)
 
 
 def test_a_release_of_several_splits_is_in_the_ledger_of_each(bus_name: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner
+from conftest import Daemon, Spawner, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Group, Producer, StallReport
@@ -274,6 +274,7 @@ def test_threads_and_loops_take_from_one_consumer(name: str) -> None:
         for worker in workers:
             worker.join(LONG_S)
         assert set(seen.values()) == {1} and len(seen) == groups
+        wait_until(lambda: consumer.stats().acknowledged == 2 * groups)
 
 
 async def test_an_unpickled_consumer_attaches_without_blocking_the_loop(bus_name: str) -> None:

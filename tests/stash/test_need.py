@@ -164,15 +164,6 @@ def test_a_reservation_says_split_need_and_versions(bus: Bus, producer: Producer
         group.ack()
 
 
-def test_lag_is_that_of_the_oldest_version(bus: Bus, producer: Producer) -> None:
-    with Consumer(bus.name, max_policy_lag=2) as consumer:
-        consumer.policy_version = 10
-        for key, versions in (("old", (7, 10)), ("fresh", (8, 8))):
-            producer.put(key, group_size=1, index=0, data=DATA, policy_version=versions)
-        assert [group.instance_id for group in consumer.take(timeout=10)] == ["fresh"]
-        assert consumer.stats().dropped == {"stale": 1}
-
-
 def test_what_is_not_needed_waits_for_nobody_after_a_restart(bus: Bus, producer: Producer) -> None:
     with Consumer(bus.name) as consumer:
         for index in range(2):

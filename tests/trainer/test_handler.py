@@ -294,22 +294,6 @@ def test_options_of_the_consumer_are_passed_on(bus: Bus, producer: Producer) -> 
         assert handler.stats().dropped == {"zero_variance": 2, "stale": 2}
 
 
-def test_closing_ends_the_iteration_and_returns_groups(bus: Bus, producer: Producer) -> None:
-    groups = put_random(producer, 11, 6)
-    handler = OnlineDataHandler(bus.name, groups_per_batch=2)
-    with ThreadPoolExecutor(1) as pool:
-        batches: list[Batch] = []
-        done = pool.submit(lambda: batches.extend(batch for batch in handler))
-        wait_until(lambda: len(batches) == 3, what="three batches")
-        handler.close()
-        done.result(30)
-        assert [len(batch.groups) for batch in batches] == [2, 2, 2]
-    with OnlineDataHandler(bus.name, groups_per_batch=6) as handler:
-        for batch in handler:
-            assert_batch(batch, groups)
-            break
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_batch_makes_the_handlers_step(bus: Bus, producer: Producer, prefetch: int) -> None:
     for number in range(4):

@@ -200,20 +200,27 @@ def test_a_ready_group_can_still_become_stale(bus: Bus, producer: Producer, pref
         assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"stale": 10}, 4, True)
 
 
-def test_closing_ends_a_wait(bus: Bus, producer: Producer, others: set[threading.Thread]) -> None:
-    put_many(producer, 6)
-    handler = OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=1)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_closing_ends_a_wait_and_returns_groups(
+    bus: Bus, producer: Producer, others: set[threading.Thread], prefetch: int
+) -> None:
+    keys = put_many(producer, 6)
+    handler = OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch)
     with ThreadPoolExecutor(1) as pool:
         seen: list[Batch] = []
         done = pool.submit(lambda: [seen.append(batch) for batch in handler])
         wait_until(lambda: len(seen) == 3, what="three batches")
         handler.close()
         done.result(30)
+        assert [len(batch.groups) for batch in seen] == [2, 2, 2]
     handler.close()
     assert prefetch_threads() <= others
     with pytest.raises(shmbus.BusClosedError):
         handler.next_batch(1)
-    Consumer(bus.name).close()
+    with OnlineDataHandler(bus.name, groups_per_batch=6, prefetch=prefetch) as handler:
+        for batch in handler:
+            assert keys_of(batch) == keys
+            break
 
 
 def test_a_lost_handler_goes(bus: Bus, producer: Producer, others: set[threading.Thread]) -> None:

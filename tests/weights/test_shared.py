@@ -295,17 +295,6 @@ def test_a_closed_copy_says_so(bus_name: str) -> None:
         pass
 
 
-def test_a_step_that_raised_is_torn_until_it_is_healed(bus_name: str) -> None:
-    with share_model(bus_name, torch.nn.Linear(4, 3)) as shared:
-        with pytest.raises(KeyError), shared.stepping(version=1):
-            raise KeyError("in the user's step")
-        with pytest.raises(DamagedError), shared.stepping(version=1):
-            pass
-        with shared.stepping(version=1, heal=True):
-            pass
-        assert not shared.torn
-
-
 PARTS = 4
 
 
