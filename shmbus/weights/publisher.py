@@ -237,6 +237,8 @@ class WeightPublisher:
         self._source = source
         self._keep = keep
         self._lock = threading.Lock()
+        #: Publication by the newest thread.
+        self._newest: Publication | None = None
         self._closed, self._pid = False, os.getpid()
         #: Last published number of this life; None before the first.
         self.version: int | None = None
@@ -301,7 +303,11 @@ class WeightPublisher:
             The version is no int64.
         """
         check_text("text", text)
-        return self._publish(check_int64("version", version), text, threading.Event())
+        version = check_int64("version", version)
+        self._require_open()
+        if self._newest is not None:
+            self._newest._ended.wait()
+        return self._publish(version, text, threading.Event())
 
     def new_life(self) -> None:
         """Announce a return to an earlier state, for example a checkpoint.
@@ -312,7 +318,7 @@ class WeightPublisher:
         self.version = None
 
     def publish_async(self, version: int, *, text: str = "") -> Publication:
-        """Publish in a thread, beside the next step's forward pass.
+        """Publish in a thread, beside the next step's forward pass, after all earlier calls.
 
         Parameters
         ----------
@@ -334,9 +340,12 @@ class WeightPublisher:
         self._require_open()
 
         stream = torch.cuda.current_stream() if _uses_cuda() else None
+        before, self._newest = self._newest, publication
 
         def run() -> None:
             try:
+                if before is not None:
+                    before._ended.wait()
                 # The caller's queued device work comes before the copies.
                 with torch.cuda.stream(stream):
                     result = self._publish(publication.version, text, publication._copied)

@@ -320,6 +320,28 @@ def test_publishing_beside_a_step(publishers: MakePublisher, subscriber: WeightS
     assert sorted(each.wait(timeout=20).version for each in several) == [2, 3, 4]
 
 
+@pytest.mark.parametrize("last", ["publish", "publish_async"])
+def test_versions_keep_the_order_of_their_calls(
+    publishers: MakePublisher, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    publisher, begun = publishers(many(3)), threading.Thread.start
+    held: list[threading.Thread] = []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: held.append(thread))
+    first = publisher.publish_async(version=1)
+    second = publisher.publish_async(version=2) if last == "publish_async" else None
+    monkeypatch.setattr(threading.Thread, "start", begun)
+    later = threading.Timer(0.2, held[0].start)
+    later.start()
+    for thread in held[1:]:
+        thread.start()
+    if second is None:
+        assert publisher.publish(version=2).version == 2
+    else:
+        assert second.wait(timeout=20).version == 2
+    assert first.wait(timeout=20).version == 1
+    later.join()
+
+
 def test_a_failing_source_undoes(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     class Failing(ModuleSource):
         fails = False
