@@ -48,6 +48,29 @@ def companion_of(name: str) -> Companion[_core.Channel]:
     )
 
 
+def living_statement(name: str) -> bytes | None:
+    """Return the statement of a channel's living sender, without joining the channel."""
+    try:
+        handle = companion_of(name).open(name, read_only=True)
+    except errors.BusNotFoundError:
+        return None
+    try:
+        life = handle.look(_core.CHANNEL_SENDER)[0]
+        found = handle.statement(_core.CHANNEL_SENDER)
+    finally:
+        handle.close()
+    if life != _core.CHANNEL_ALIVE:
+        return None
+    if isinstance(found, tuple):
+        return found[1]
+    if found == _core.SHARED_NOTHING:
+        return b""
+    raise errors.DamagedError(
+        f"channel {name!r}: the sender's statement does not match its checksum; remove the channel "
+        f"with shmbus.channel.unlink_channel({name!r}), and resume both sides from a checkpoint"
+    )
+
+
 def unlink_channel(name: str) -> None:
     """Remove a channel's name; the memory stays until both sides close."""
     companion_of(name).unlink()

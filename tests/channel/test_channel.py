@@ -27,7 +27,7 @@ from shmbus.channel import (
     StepSkippedError,
     unlink_channel,
 )
-from shmbus.channel.endpoint import channel_path
+from shmbus.channel.endpoint import channel_path, living_statement
 from shmbus_ext import _core
 
 
@@ -60,6 +60,23 @@ def test_a_side_without_a_label_is_named_by_its_script(bus_name: str) -> None:
         receiver.ack()
         assert repr(sender) == f"<ChannelSender {bus_name!r} acknowledged up to 0>"
     assert repr(sender) == f"<ChannelSender {bus_name!r} closed>"
+
+
+def test_what_a_living_sender_states_is_read_without_being_a_side(bus_name: str) -> None:
+    assert living_statement(bus_name) is None, "no channel"
+    sender = ChannelSender(bus_name)
+    assert living_statement(bus_name) == b""
+    sender.state(b"eight ranks")
+    with ChannelReceiver(bus_name):
+        assert living_statement(bus_name) == b"eight ranks", "beside the receiver"
+        path = Path(channel_path(bus_name))
+        with path.open("r+b") as file:
+            file.seek(file.read(1 << 20).index(b"eight ranks"))
+            file.write(b"E")
+        with pytest.raises(DamagedError, match="does not match its checksum"):
+            living_statement(bus_name)
+        sender.close()
+        assert living_statement(bus_name) is None, "it has left"
 
 
 def test_a_step_waits_only_for_the_one_that_has_its_slot(bus_name: str) -> None:
