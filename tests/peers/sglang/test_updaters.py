@@ -94,11 +94,12 @@ def test_a_sglang_session_loads_a_version(manager: tuple[Any, Model], bus_name: 
 
         assert run(Order("attach", bus_name, "s", 0)).success
         assert row().applied_version is None and not model.value.any()
+        model.breaks = True  # before a load that succeeds: later loads copy by its plan
         assert run(Order("load", bus_name, "s", 0, 3)).success
-        assert row().applied_version == 3 and (model.value == 3).all()
-        model.breaks = True
+        assert row().applied_version is None and "injected" in row().error
+        model.breaks = False
         assert run(Order("load", bus_name, "s", 0, 3)).success
-        assert "injected" in row().error
+        assert row().applied_version == 3 and (model.value == 3).all() and not row().error
         outside = session.update_weights_from_tensor(request(Order("load", bus_name, "s", 0, 3)))
         assert not outside.success and "must run between" in outside.message
 
