@@ -18,7 +18,7 @@ import doc_pages
 import numpy as np
 import pytest
 import torch
-from conftest import wait_until
+from conftest import segments_named, wait_until
 
 import shmbus
 import shmbus.engines
@@ -434,6 +434,12 @@ def test_one_copy_is_stepped_and_read(bus_name: str) -> None:
     doc_pages.execute(trainer, bus_name, swap=swap, serve=serve, **names)
 
 
+def remove_files(bus_name: str) -> None:
+    """Remove what blocks leave: their processes would serve on."""
+    for path in segments_named(bus_name):
+        path.unlink()
+
+
 def test_tensors_cross_a_channel(bus_name: str) -> None:
     seen = []
     engine, trainer = doc_pages.halves("docs/colocation.md", "# In the trainer's")
@@ -453,6 +459,7 @@ def test_tensors_cross_a_channel(bus_name: str) -> None:
     )
     space["rx"].close()
     space["tx"].close()
+    remove_files(bus_name)
 
 
 def test_a_relay_and_its_weights_take_these_calls(
@@ -467,3 +474,4 @@ def test_a_relay_and_its_weights_take_these_calls(
     names = {name: getattr(shmbus.weights, name) for name in shmbus.weights.__all__}
     names["source"] = shmbus.weights.ModuleSource(torch.nn.Linear(2, 2))
     doc_pages.run("docs/relay.md", "# on the trainer's node\nWeight", bus_name, **names)
+    remove_files(bus_name)
