@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 
 import shmbus
+from shmbus.base.format import printable
 from shmbus.data.prompts import Ticket
 from shmbus.handles.session import MOST_SCORE, PackedArray, PackedRow, PackedSample
 from shmbus.http.bodies import BodyReader
@@ -198,7 +199,7 @@ class Recorder:
         """End a session, and give back its sample if the recorder holds it."""
         if not self.sessions.end(session, code, reason):
             return False
-        logger.info("%s: %s: %s", session.place, code, reason)
+        logger.info("%s: %s: %s", session.place, code, printable(reason))
         if session.is_own and code not in ("scored", "unwanted"):
             self.producer.requests.release(session.hold, reason=reason)
         return True
@@ -212,7 +213,7 @@ class Recorder:
             return self.end(session, code, reason)
         if not self.sessions.end(session, code, reason):
             return False
-        logger.info("%s failed: %s: %s", session.place, code, reason)
+        logger.info("%s failed: %s: %s", session.place, code, printable(reason))
         self._later(self.producer.requests.afail(session.hold, f"{code}: {reason}"))
         return True
 

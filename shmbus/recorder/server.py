@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from shmbus.base.arguments import fit_text
 from shmbus.data.prompts import Ticket
 from shmbus.handles.session import Opened
 from shmbus.http.access import Access, Refusal, Route, bearer_of
@@ -175,7 +176,7 @@ class Routes:
         reason = (await self._object(request)).get("reason")
         if not isinstance(reason, str) or not reason:
             reason = "its harness gave no reason"
-        self._recorder.fail(session, "failed", reason)
+        self._recorder.fail(session, "failed", fit_text("reason", reason, limits.MOST_REASON_BYTES))
         return json_answer({"failed": True})
 
     # -- operators ------------------------------------------------------------------------------

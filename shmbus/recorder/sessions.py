@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from shmbus.base.format import printable
 from shmbus.recorder import settings as limits
 from shmbus.recorder.refusals import CallRefusal, bad_request
 from shmbus.recorder.settings import Settings
@@ -39,7 +40,7 @@ class Place(msgspec.Struct, frozen=True):
     group_size: int
 
     def __str__(self) -> str:
-        return f"{self.instance_id}[{self.index}]"
+        return f"{printable(self.instance_id)}[{self.index}]"
 
 
 class End(NamedTuple):

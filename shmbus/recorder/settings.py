@@ -56,6 +56,8 @@ SWEEP_S: Final = 0.5
 SWEEP_SESSIONS: Final = 512
 #: Ended sessions kept to tell late callers the reason.
 KEEP_ENDED: Final = 65_536
+#: Bytes of a harness's reason for a failure; every ended session keeps its own.
+MOST_REASON_BYTES: Final = 1024
 #: Sessions named in the page's file.
 SHOWN_SESSIONS: Final = 48
 #: Connections, and their idle seconds: agents think, and run tools.

@@ -11,6 +11,7 @@ from recorders import Scene, ask, refused, sent, user
 from stub_engine import StubEngine
 
 import shmbus
+from shmbus.base.format import printable
 from shmbus.recorder.recorder import Recorder
 
 pytest_plugins = ["recorder_fixtures"]
@@ -125,6 +126,7 @@ def test_a_score_is_put_or_refused(text: bytes, status: int, scene: Scene) -> No
         ("/session/score", b'\xff{"score": 1}', 400),
         ("/session/fail", b'{"reason": "\\ud800"}', 200),
         ("/session/fail", b'{"reason": "%s"}' % (b"x" * 9000), 200),
+        ("/session/fail", b'{"reason": "a\\nfalse line"}', 200),
         ("/sessions", b'{"timeout": 1%s}' % (b"0" * 400), 0),
         ("/sessions", b'{"timeout": NaN}', 400),
         ("/sessions", b'{"timeout": "1"}', 400),
@@ -134,12 +136,14 @@ def test_a_score_is_put_or_refused(text: bytes, status: int, scene: Scene) -> No
 def test_a_harness_that_sends_anything_is_answered(
     path: str, body: bytes, status: int, caplog: pytest.LogCaptureFixture, scene: Scene
 ) -> None:
+    caplog.set_level("INFO")
     scene.feeder.request("q", group_size=2)
     _, opened = ask(f"{scene.recorder.url}/sessions", {"timeout": 30})
     assert ask(f"{scene.recorder.url}/v1/chat/completions", CALL, opened["api_key"])[0] == 200
     found = ask(scene.recorder.url + path, body, opened["api_key"])
     assert found[0] == status or (not status and found[0] in (200, 422)), found
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
+    assert caplog.messages == [printable(one) for one in caplog.messages]
 
 
 def test_a_ticket_of_a_number_that_no_bus_has_is_refused(scene: Scene) -> None:
