@@ -170,6 +170,8 @@ class App:
         except (Refusal, ConnectionResetError, web.RequestPayloadError):
             raise
         except Exception as error:
+            if isinstance(error, ConnectionError) and not connection_of(request).alive:
+                raise ConnectionResetError("the client went while it was answered") from error
             logger.exception("%s %s failed", request.method, path[:_PATH_CHARS])
             raise Refusal(
                 HTTPStatus.INTERNAL_SERVER_ERROR,
