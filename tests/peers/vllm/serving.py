@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ import aiohttp
 from bench.processes import descendants
 
 SIZES = [int(size) for size in os.environ.get("SHMBUS_TEST_TP", "1").split(",")]
+#: Of every server, the last of equal options counts: how tests run on a GPU.
+SERVER_OPTIONS = shlex.split(os.environ.get("SHMBUS_TEST_VLLM_OPTIONS", ""))
 START_S = 240.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 # vLLM's own shutdown takes a second or two.
 END_S = 60.0
@@ -53,6 +56,7 @@ class Server:
                     "--port", str(port), "--dtype", "float32", "--enforce-eager",
                     "--max-model-len", "256", "--tensor-parallel-size", str(tensor_parallel),
                     "--weight-transfer-config", '{"backend": "shmbus"}', *options,
+                    *SERVER_OPTIONS,
                 ],
                 env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip

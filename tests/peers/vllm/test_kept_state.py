@@ -22,8 +22,8 @@ pytest_plugins = ["vllm_fixtures"]
 #: Tokens of a block of vLLM's cache, on a CPU a multiple of 32; only whole blocks are cached.
 OPTIONS = ("--block-size", "32", "--enable-prompt-tokens-details", "--enable-prefix-caching")
 WORDS = " ".join(f"w{3 * k % 120}" for k in range(70))
-#: Of a logprob: what another order of sums makes, far below what old weights make.
-CLOSE = 1e-4
+#: Of a logprob: what another order of sums makes, far below what old weights make; a GPU has TF32.
+CLOSE = 0.02 if torch.cuda.is_available() else 1e-4
 TOKENS = 12
 
 

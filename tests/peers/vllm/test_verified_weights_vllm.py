@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-import model as tiny
 import pytest
+import vllm_model as tiny
 from serving import SIZES, serving
 
 from shmbus import Bus

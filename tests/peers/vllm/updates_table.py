@@ -1,7 +1,9 @@
 """Cost of new weights to a real vLLM server: ``python tests/peers/vllm/updates_table.py``.
 
-An arm is a way to bring equal versions to a server with eight requests in flight; each answer
-is compared with a fresh server's. ``--shape 0.6b`` takes Qwen3-0.6B's shape.
+An arm brings equal versions to a server with eight requests in flight; each answer is compared
+with a fresh server's. ``--shape 0.6b`` and ``4b`` take Qwen3's shapes, ``--device cuda`` bfloat16
+weights on the server's GPU. In the arms of turns the server sleeps before each version: the pause
+is the wake.
 """
 
 import argparse
@@ -88,6 +90,7 @@ class Arm:
         self.name, self.title = name, title
         self.pauses: list[float] = []
         self.stale = self.wrong = 0
+        self.figures: dict[str, float] = {}
 
     def row(self, load: Load, seconds: float) -> Row:
         ordered = sorted(self.pauses)
@@ -97,6 +100,7 @@ class Arm:
             "requests_lost": load.lost,
             "stale_prefix_hits": self.stale,
             "answers_unlike_a_fresh_server": self.wrong,
+            **self.figures,
         }
         said = ", ".join(f"{key.replace('_', ' ')} {value:,.0f}" for key, value in figures.items())
         print(f"{self.title}: pause {1e3 * statistics.median(ordered):.1f} ms, {said}", flush=True)
@@ -176,6 +180,78 @@ async def by_updates(
                 )
 
 
+async def order(server: Server, path: str, body: dict[str, Any] | None = None) -> None:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session,
+        session.post(f"{server.url}/{path}", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+
+
+async def by_turns(
+    arm: Arm, options: argparse.Namespace, folders: dict[int, Path], expected: Any, *, level: int
+) -> Row:
+    """By a server that sleeps, and wakes with the version; at level 0 vLLM reads files."""
+    before = torch.cuda.mem_get_info()[0]
+    async with begun(options, folders[1]) as (_, bus, server):
+        engine = before - torch.cuda.mem_get_info()[0]
+        models = {seed: build(options, seed) for seed in (1, 2)}
+        model = build(options, 1)
+        sleeps, freed = [], []
+
+        async def sleep(fleet: EngineFleet) -> None:
+            awake, began = torch.cuda.mem_get_info()[0], time.monotonic()
+            if level:
+                await fleet.sleep(level)
+            else:
+                await order(server, "pause?mode=keep")
+                await order(server, "sleep?level=2")
+            sleeps.append(time.monotonic() - began)
+            freed.append((torch.cuda.mem_get_info()[0] - awake) / engine)
+
+        async def read(seed: int) -> None:
+            await order(server, "wake_up?tags=weights")
+            place = {"weights_path": str(folders[seed])}
+            await order(server, "collective_rpc", {"method": "reload_weights", "kwargs": place})
+            await order(server, "wake_up?tags=kv_cache")
+            await order(server, "resume")
+
+        with WeightPublisher(bus.name, ModuleSource(model)) as publisher:
+            async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=600) as fleet:
+
+                async def bring(version: int) -> float:
+                    await sleep(fleet)
+                    model.load_state_dict(models[1 + version % 2].state_dict())
+                    publisher.publish(version=version)
+                    began = time.monotonic()
+                    await (fleet.wake(publisher, version) if level else read(1 + version % 2))
+                    took = time.monotonic() - began
+                    arm.figures = {
+                        "sleep_p50_ms": 1e3 * statistics.median(sleeps),
+                        "freed_percent_of_the_engine": 100 * statistics.median(freed),
+                        "pinned_copy_ms": 1e3 * pinned_copy_s(model),
+                    }
+                    return took
+
+                return await measure_arm(
+                    arm, server, bus, expected, options.updates, bring, salted=True
+                )
+
+
+def pinned_copy_s(model: torch.nn.Module) -> float:
+    """Return the seconds of a copy of a model's bytes from pinned memory to the device."""
+    source = torch.empty(256 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
+    target = torch.empty_like(source, device="cuda")
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.monotonic()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        times.append(time.monotonic() - began)
+    return min(times) * sum(each.nbytes for each in model.parameters()) / source.nbytes
+
+
 async def by_restarts(
     arm: Arm, options: argparse.Namespace, folders: dict[int, Path], expected: Any
 ) -> Row:
@@ -194,7 +270,7 @@ async def by_restarts(
 
 
 def build(options: argparse.Namespace, seed: int) -> torch.nn.Module:
-    return tiny.build(seed, options.shape)
+    return tiny.build(seed, options.shape, options.dtype)
 
 
 ARMS: dict[str, tuple[str, Callable[..., Awaitable[Row]]]] = {
@@ -202,14 +278,19 @@ ARMS: dict[str, tuple[str, Callable[..., Awaitable[Row]]]] = {
     "shm": ("through shared memory, without salts", partial(by_updates, salted=False)),
     "reload": ("reload_weights from tmpfs", partial(by_updates, files=True)),
     "restart": ("stop and start", by_restarts),
+    "turns-2": ("in turns, level 2", partial(by_turns, level=2)),
+    "turns-1": ("in turns, level 1", partial(by_turns, level=1)),
+    "turns-reload": ("in turns, level 2 and reload_weights", partial(by_turns, level=0)),
 }
 
 
 async def table(options: argparse.Namespace) -> list[Row]:
+    torch.set_default_device(options.device)
+    options.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as name:
         folders = {seed: Path(name) / str(seed) for seed in (1, 2)}
         for seed, folder in folders.items():
-            tiny.save(str(folder), seed, options.shape)
+            tiny.save(str(folder), seed, options.shape, options.dtype)
         expected = await fresh_outputs(folders, Path(name), options.tp)
         assert expected[1] != expected[2]
         rows = []
@@ -221,10 +302,11 @@ async def table(options: argparse.Namespace) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = program.parser_of(PROGRAM, __doc__)
-    parser.add_argument("--shape", default="tiny", choices=("tiny", "0.6b"))
+    parser.add_argument("--shape", default="tiny", choices=tuple(tiny.SHAPES))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--updates", type=int, default=50)
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--arms", default="shm-salt,shm,reload,restart")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     return program.run(PROGRAM, parser, lambda options: asyncio.run(table(options)), argv)
 

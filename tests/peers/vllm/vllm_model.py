@@ -20,19 +20,24 @@ SHAPES = {
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
         "head_dim": 128, "tie_word_embeddings": True,
     },
+    "4b": {
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 
-def build(seed: int, shape: str = "tiny") -> torch.nn.Module:
+def build(seed: int, shape: str = "tiny", dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     torch.manual_seed(seed)
     config = Qwen3Config(
         **SHAPES[shape], max_position_embeddings=512, eos_token_id=2, pad_token_id=0,
         bos_token_id=None,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def save(folder: str, seed: int, shape: str = "tiny") -> None:
+def save(folder: str, seed: int, shape: str = "tiny", dtype: torch.dtype = torch.float32) -> None:
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
     )
@@ -40,7 +45,7 @@ def save(folder: str, seed: int, shape: str = "tiny") -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
     ).save_pretrained(folder)
-    build(seed, shape).save_pretrained(folder)
+    build(seed, shape, dtype).save_pretrained(folder)
 
 
 if __name__ == "__main__":
