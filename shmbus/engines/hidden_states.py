@@ -323,8 +323,8 @@ class _Worker:
         return ""
 
     def _places(self, one: Finished) -> torch.Tensor:
-        blocks = torch.tensor(one.blocks).unsqueeze(1) * self._block_size
-        return (blocks + torch.arange(self._block_size)).flatten()[: one.rows]
+        blocks = torch.tensor(one.blocks, device="cpu").unsqueeze(1) * self._block_size
+        return (blocks + torch.arange(self._block_size, device="cpu")).flatten()[: one.rows]
 
     def _rows(self, one: Finished) -> dict[str, torch.Tensor]:
         places = self._places(one).to(self._cache.device)

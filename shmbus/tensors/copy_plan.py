@@ -290,7 +290,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes(first: torch.Tensor, run: Run) -> torch.Tensor:
     """View a run in the memory of a member."""
-    made = torch.empty(0, dtype=torch.uint8)
+    made = torch.empty(0, dtype=torch.uint8, device=first.device)
     return made.set_(first.untyped_storage(), run.start, (run.end - run.start,), (1,))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
@@ -365,6 +366,8 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         except UNUSABLE as error:
             code = MANIFEST_CODE if isinstance(error, ManifestError) else TORN_CODE
             carried.report_refused(code, str(error))
+            # Reports of errors print locals, and borrowed views outlive their memory there.
+            traceback.clear_frames(error.__traceback__)
             raise
         # The copies counted writes of the local shards.
         count_writes(value for value in targets_of(named).values() if is_sharded(value))

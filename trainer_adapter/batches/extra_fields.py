@@ -423,7 +423,7 @@ def _dtype_of_bits(target: torch.dtype) -> np.dtype[Any]:
     """Return the NumPy dtype of as many bytes."""
     if target in _BYTES_OF_BITS:
         return np.dtype(f"u{_BYTES_OF_BITS[target]}")
-    return torch.empty(0, dtype=target).numpy().dtype
+    return torch.empty(0, dtype=target, device="cpu").numpy().dtype
 
 
 def _tensor(one: _Column, block: Tensor, borders: NDArray[np.int64]) -> Tensor:

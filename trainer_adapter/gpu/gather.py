@@ -119,7 +119,7 @@ def begin_gather(
         tensors = there.tensors()
         newest = tensors["policy_versions"]
         if not np.array_equal(samples.samples[1], samples.samples[2]):
-            newest = torch.tensor(samples.samples[2]).to(device)
+            newest = torch.from_numpy(samples.samples[2].copy()).to(device)
         batch = plan.batch(tensors, extras, newest_policy_versions=newest, transport="gather")
         if layout == "padded":
             batch = padded(batch)

@@ -24,7 +24,9 @@ class PinnedMemory(BatchMemory):
 
     def fresh(self, size: int) -> NDArray[np.uint8]:
         """Return a new pinned block."""
-        block: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        block: NDArray[np.uint8] = torch.empty(
+            size, dtype=torch.uint8, device="cpu", pin_memory=True
+        ).numpy()
         return block
 
 
@@ -33,7 +35,7 @@ class StagingBlock:
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
-        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
+        self.host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_cuda)
         self.array: NDArray[np.uint8] = self.host.numpy()
         self.longs: NDArray[np.int64] = self.array[: size // 8 * 8].view(np.int64)
         # Waiting threads sleep instead of spinning.

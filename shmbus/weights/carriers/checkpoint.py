@@ -73,7 +73,7 @@ def _is_written(dtype: torch.dtype) -> bool:
     from safetensors.torch import save
 
     try:
-        save({"": torch.empty(0, dtype=dtype)})
+        save({"": torch.empty(0, dtype=dtype, device="cpu")})
     except (KeyError, ValueError, SafetensorError):
         return False
     return True
@@ -191,7 +191,7 @@ class _CheckpointSink:
                 "'checkpoint' takes whole tensors from one rank, 'shm' takes shards from all"
             )
         # Copy even without a cast: the model may change before the file is written.
-        made = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
+        made = torch.empty(place.shape, dtype=getattr(torch, place.dtype), device="cpu")
         made.copy_(piece.tensor)
         self._tensors[place.name] = made
         return place.size

@@ -136,7 +136,7 @@ class PoolWriter:
         if self._scratch is None or self._scratch.numel() < size:
             # The target of copies from a device.
             pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            self._scratch = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._scratch = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._scratch[:size]
 
     def close(self, *, remove: bool) -> None:

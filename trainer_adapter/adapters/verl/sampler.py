@@ -128,7 +128,7 @@ def _fields_of(t: shmbus.Trajectory, row: Mapping[str, Any], logprobs: bool) -> 
     field: dict[str, Any] = found.as_dict()
     field["loss_mask"] = field["response_mask"]
     field["input_ids"] = torch.cat([field["prompts"], field["responses"]])
-    field["position_ids"] = torch.arange(len(field["input_ids"]))
+    field["position_ids"] = torch.arange(len(field["input_ids"]), device="cpu")
     field["multi_modal_inputs"] = {}
     return field
 
