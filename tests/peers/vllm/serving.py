@@ -64,7 +64,7 @@ class Server:
     async def started(self) -> None:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert self.process.poll() is None, self.log.read_text()[-12000:]
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with (
                     aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
@@ -73,7 +73,7 @@ class Server:
                     if response.status == 200:
                         return
             await asyncio.sleep(0.5)
-        raise TimeoutError(self.log.read_text()[-3000:])
+        raise TimeoutError(self.log.read_text()[-12000:])
 
     async def complete(self, prompt: str, tokens: int = TOKENS, **options: Any) -> list[int]:
         """Return token ids: a vocabulary may have more than the tokenizer has words for."""
