@@ -37,7 +37,6 @@ ELSEWHERE = {
     },
     "docs/weights.md": {
         # The same calls, before a real vLLM.
-        "WeightTransferTrainerFactory.trainer_init(": "tests/peers/vllm/test_other_ways.py",
     },
 }
 SHELL = ("sh", "bash")
