@@ -29,7 +29,6 @@ from shmbus.weights.errors import (
     ManifestError,
     VersionOrderError,
 )
-from shmbus.weights.fp8 import Fp8BlockSource
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.megatron import MegatronLayout, megatron_shards
 from shmbus.weights.probe import probe_carriers
@@ -41,7 +40,6 @@ from shmbus.weights.weight_source import LocalPiece, ModuleSource, WeightSource
 
 __all__ = [
     "ExportedSource",
-    "Fp8BlockSource",
     "LocalPiece",
     "LoraFiles",
     "LoraVersion",

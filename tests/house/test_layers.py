@@ -103,6 +103,8 @@ OPEN_TO_THE_GATEWAY = (
 
 # The recorder of agents: public names, what a worker's session is made of, and the weights' rows.
 OPEN_TO_THE_RECORDER = (
+    "shmbus.base.arguments.fit_text",
+    "shmbus.base.format.printable",
     "shmbus.data.encoding.decodable",
     "shmbus.data.prompts.Ticket",
     "shmbus.cli._options.Commands",

@@ -43,7 +43,6 @@ from shmbus.pool import PoolReader
 from shmbus.tensors import TensorChannel
 from shmbus.tensors.carrier_types import CudaCarrier
 from shmbus.weights import (
-    Fp8BlockSource,
     ModuleSource,
     ParamMeta,
     WeightPublisher,
@@ -306,10 +305,6 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     "probe_carriers": (lambda bus, **o: probe_carriers(**o), {"size": ARRAY, "directory": ARRAY}),
     "ModuleSource": (
         lambda bus, **o: ModuleSource(torch.nn.Linear(2, 2), **o), {"slices": ARRAY},
-    ),
-    "Fp8BlockSource": (
-        lambda bus, **o: Fp8BlockSource(**{"source": source(), **o}),
-        {"source": ARRAY, "only": ARRAY},
     ),
     "share_model": (
         lambda bus, **o: share_model(bus, torch.nn.Linear(2, 2), **o), {"slices": ARRAY},
