@@ -17,7 +17,7 @@ PACKAGES = ("shmbus", "shmbus_ext", "trainer_adapter")
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("shmbus_ext",),
     "words, numbers and waits": ("shmbus._version", "shmbus.base", "shmbus.errors"),
-    "bytes of a sample": ("shmbus.data", "shmbus.decode", "shmbus.http"),
+    "bytes of a sample": ("shmbus.data", "shmbus.http"),
     "files in shared memory": ("shmbus.channel", "shmbus.pool", "shmbus.segment"),
     "a bus from outside": ("shmbus.control", "shmbus.inspect"),
     "handles": ("shmbus.batch", "shmbus.client", "shmbus.handles", "shmbus.stash"),
@@ -113,7 +113,6 @@ OPEN_TO_THE_RECORDER = (
     "shmbus.cli._options.require_extra",
     "shmbus.cli._options.whole",
     "shmbus.daemon.logs",
-    "shmbus.decode.",
     "shmbus.http.",
     "shmbus.pool.server_rows.",
     "shmbus.recorder.",
