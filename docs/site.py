@@ -41,11 +41,6 @@ REFERENCE = {
         "Many trajectories at once, for those who pack batches themselves.",
         ["shmbus.batch.gather"],
     ),
-    "decode": (
-        "shmbus.decode",
-        "What engines answer over HTTP, into the arrays of a record.",
-        ["shmbus.decode"],
-    ),
     "trainer": ("trainer_adapter", "What a training loop imports.", ["trainer_adapter"]),
     "objectives": (
         "Advantages and losses",

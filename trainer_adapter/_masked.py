@@ -23,7 +23,6 @@ __all__ = [
     "log_ratio",
     "real",
     "sent",
-    "spread",
 ]
 
 LOG_RATIO_LIMIT: Final = 20.0
@@ -41,14 +40,6 @@ def by_sequence(
     sums = kept.new_zeros(bins).index_add(0, sequence, kept)
     counts = kept.new_zeros(bins).index_add(0, sequence, loss_mask.to(kept.dtype))
     return sums[:-1], counts[:-1]
-
-
-def spread(values: Tensor, like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Give each token its sequence's value, [S] to [T] or [S, L]; 0 behind the last border."""
-    if like.dim() == 2:
-        return values[:, None].expand_as(like)
-    sequence, _ = sequence_of_tokens(like, cu_seqlens)
-    return torch.cat([values, values.new_zeros(1)])[sequence]
 
 
 def sequence_of_tokens(row: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:

@@ -39,16 +39,6 @@ Normalisation = Literal["token", "sequence", "sample", "constant"]
 _NORMALISATIONS: Final = get_args(Normalisation)
 
 
-class Units(NamedTuple):
-    """Units of a loss's average."""
-
-    normalisation: Normalisation
-    cu_seqlens: Tensor | None = None
-    denominator: float | Tensor | None = None
-    sample_of: Tensor | None = None
-    sample_tokens: Tensor | None = None
-
-
 class PolicyLoss(NamedTuple):
     """A policy loss, and two figures to monitor.
 
@@ -112,72 +102,43 @@ def policy_loss(
     TypeError, ValueError
         For arguments that do not fit together.
     """
-    check_clip(clip_low, clip_high, "0.2 is usual")
-    old_logprobs = checked_operands(logprobs, old_logprobs, advantages, loss_mask, weights)
+    check_clip(clip_low, clip_high)
+    old_logprobs = sent("old_logprobs", old_logprobs)
+    constants = {"old_logprobs": old_logprobs, "advantages": advantages}
+    if weights is not None:
+        constants["weights"] = weights
+    check_operands(loss_mask, logprobs=logprobs, **constants)
     ratio = bounded_ratio(logprobs, old_logprobs.detach(), loss_mask)
-    units = Units(normalisation, cu_seqlens, denominator, sample_of, sample_tokens)
-    return clipped_loss(ratio, advantages, loss_mask, (clip_low, clip_high), weights, units)
+    gain = real(advantages.detach(), loss_mask)
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    losses = -torch.minimum(ratio * gain, clipped * gain)
+    if weights is not None:
+        losses = losses * real(weights.detach(), loss_mask)
+    loss = aggregate_loss(
+        losses,
+        loss_mask,
+        normalisation=normalisation,
+        cu_seqlens=cu_seqlens,
+        denominator=denominator,
+        sample_of=sample_of,
+        sample_tokens=sample_tokens,
+    )
+    with torch.no_grad():
+        count = loss_mask.sum().clamp(min=1)
+        cut = loss_mask & (clipped * gain < ratio * gain)
+        mean_ratio = torch.where(loss_mask, ratio, 0.0).sum() / count
+    return PolicyLoss(loss, cut.sum() / count, mean_ratio)
 
 
-def check_clip(clip_low: float, clip_high: float, usual: str) -> None:
+def check_clip(clip_low: float, clip_high: float) -> None:
     """Raise ValueError for invalid bounds of a ratio."""
     check_number("clip_low", clip_low)
     check_number("clip_high", clip_high)
     if not 0 <= clip_low <= 1 or not clip_high >= 0:
         raise ValueError(
             f"clip_low and clip_high: expected 0 <= clip_low <= 1 and clip_high >= 0, got "
-            f"{clip_low} and {clip_high}; {usual}"
+            f"{clip_low} and {clip_high}; 0.2 is usual"
         )
-
-
-def checked_operands(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    weights: Tensor | None,
-) -> Tensor:
-    """Return the old logprobs; raises unless all operands of a policy loss fit together."""
-    old_logprobs = sent("old_logprobs", old_logprobs)
-    constants = {"old_logprobs": old_logprobs, "advantages": advantages}
-    if weights is not None:
-        constants["weights"] = weights
-    check_operands(loss_mask, logprobs=logprobs, **constants)
-    return old_logprobs
-
-
-def clipped_loss(
-    ratio: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    clip: tuple[float, float],
-    weights: Tensor | None,
-    units: Units,
-) -> PolicyLoss:
-    """Compute the clipped loss of ratios, which carry the graph."""
-    gain = real(advantages.detach(), loss_mask)
-    clipped = ratio.clamp(1.0 - clip[0], 1.0 + clip[1])
-    losses = -torch.minimum(ratio * gain, clipped * gain)
-    if weights is not None:
-        losses = losses * real(weights.detach(), loss_mask)
-    with torch.no_grad():
-        cut = loss_mask & (clipped * gain < ratio * gain)
-    return policy_mean(losses, cut, ratio, loss_mask, units)
-
-
-def policy_mean(
-    losses: Tensor,
-    cut: Tensor,
-    ratio: Tensor,
-    loss_mask: Tensor,
-    units: Units,
-) -> PolicyLoss:
-    """Bring losses of tokens down to one number, with the figures to monitor."""
-    loss = aggregate_loss(losses, loss_mask, **units._asdict())
-    with torch.no_grad():
-        count = loss_mask.sum().clamp(min=1)
-        mean_ratio = torch.where(loss_mask, ratio, 0.0).sum() / count
-    return PolicyLoss(loss, cut.sum() / count, mean_ratio)
 
 
 def kl_estimate(

@@ -109,7 +109,7 @@ def logprob_mismatch(
     ...     low = logprobs_of(model, part)
     >>> wandb.log(logprob_mismatch(logprobs, part, at_engine_dtype=low).metrics())
     """
-    check_clip(clip_low, clip_high, "0.2 and 0.2 are PPO's")
+    check_clip(clip_low, clip_high)
     recorded, mask = sent("batch.logprobs", batch.logprobs), batch.loss_mask
     check_operands(mask, logprobs=logprobs, recorded=recorded, advantages=batch.advantages)
     with torch.no_grad():

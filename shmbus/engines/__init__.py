@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shmbus.engines.client_updates import ClientUpdates
 from shmbus.engines.engine_server import EngineServer
 from shmbus.engines.errors import EngineError, UpdateRolledBackError
 from shmbus.engines.fleet import EngineFleet
@@ -13,7 +12,6 @@ from shmbus.engines.sglang import SglangServer
 from shmbus.engines.vllm import VllmServer
 
 __all__ = [
-    "ClientUpdates",
     "EngineError",
     "EngineFleet",
     "EngineServer",

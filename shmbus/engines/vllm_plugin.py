@@ -12,17 +12,10 @@ VERIFY = "shmbus_verify"
 
 
 def register() -> None:
-    """Register both sides once a process; vLLM may load plug-ins repeatedly."""
-    from vllm.distributed.weight_transfer.factory import (
-        WeightTransferEngineFactory,
-        WeightTransferTrainerFactory,
-    )
+    """Register once a process; vLLM may load plug-ins repeatedly."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "shmbus.engines.vllm_backend", "ShmbusWeightTransferEngine"
-        )
-    if BACKEND not in WeightTransferTrainerFactory._registry:
-        WeightTransferTrainerFactory.register_engine(
-            BACKEND, "shmbus.engines.vllm_trainer", "ShmbusTrainerWeightTransferEngine"
         )

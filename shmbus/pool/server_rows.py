@@ -47,8 +47,6 @@ MOST_NAME_BYTES: Final = 37
 DIGITS: Final = 8
 #: Seconds for which rows count as fresh: a restart of a server takes longer.
 FRESH_S: Final = 0.05
-#: Names of servers without an address, behind a client of their trainer.
-CLIENT_NAMES: Final = "vllm."
 _RANK: Final = " rank "
 _ENDED: Final = "has ended"
 #: Reason of the unknown version of a server without rows.
@@ -77,8 +75,7 @@ def engine_address(url: str) -> str:
 def server_of_label(label: str) -> str:
     """Return the server of a rank's row; "" for any reader besides ranks of servers."""
     name, _, rank = label.rpartition(_RANK)
-    is_server = "://" in name or name.startswith(CLIENT_NAMES)
-    return name if is_server and rank.isdecimal() else ""
+    return name if "://" in name and rank.isdecimal() else ""
 
 
 def rows_of_server(bus: str, address: str) -> list[ReaderStatus]:

@@ -17,11 +17,10 @@ from array import array
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
-import numpy as np
 
 from shmbus.data.encoding import decodable
-from shmbus.decode import RoutedExperts, sampled_logprobs, token_ids
 from shmbus.recorder.sampling import has_grammar, options_of
+from shmbus.recorder.token_fields import routed_experts, sampled_logprobs, token_ids
 from shmbus.recorder.transcript import Span, Turn
 
 Kind: TypeAlias = Literal["vllm", "sglang"]
@@ -500,10 +499,8 @@ class Reading:
             logprobs = sampled_logprobs(f"choice {index}: logprobs", kept.logprobs, len(output))
             experts = None
             if self._experts is not None:
-                text = kept.experts.encode() if isinstance(kept.experts, str) else b""
-                routed = RoutedExperts(text, len(prompt) + len(output), *self._experts)
-                experts = np.empty(routed.shape, routed.dtype)
-                routed.decode_into(experts)
+                text = kept.experts if isinstance(kept.experts, str) else ""
+                experts = routed_experts(text, len(prompt) + len(output), *self._experts)
         except (TypeError, ValueError) as error:
             raise BadAnswer(str(error)) from error
         answer = "".join(kept.text)

@@ -28,7 +28,6 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from shmbus.decode import token_ids
 from shmbus.recorder import settings as limits
 from shmbus.recorder.engine_api import Said
 from shmbus.recorder.engines import Engine, EngineGone, Engines
@@ -44,6 +43,7 @@ from shmbus.recorder.stitch_bridge import (
     stand_in,
 )
 from shmbus.recorder.stitch_chain import Ids, Link, options_of
+from shmbus.recorder.token_fields import token_ids
 from shmbus.recorder.transcript import Turn
 
 logger = logging.getLogger(__name__)

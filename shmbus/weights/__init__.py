@@ -21,7 +21,6 @@ from shmbus.errors import WeightsError
 from shmbus.weights.adapters import (
     LoraFiles,
     LoraVersion,
-    lora_source,
     lora_state,
 )
 from shmbus.weights.bridge import attach_bridge
@@ -29,9 +28,7 @@ from shmbus.weights.errors import (
     ManifestError,
     VersionOrderError,
 )
-from shmbus.weights.fp8 import Fp8BlockSource
 from shmbus.weights.manifest import ParamMeta, Slice
-from shmbus.weights.megatron import MegatronLayout, megatron_shards
 from shmbus.weights.probe import probe_carriers
 from shmbus.weights.publisher import Publication, Published, WeightPublisher
 from shmbus.weights.sharded_source import ExportedSource, Shard, ShardedSource, module_shards
@@ -41,12 +38,10 @@ from shmbus.weights.weight_source import LocalPiece, ModuleSource, WeightSource
 
 __all__ = [
     "ExportedSource",
-    "Fp8BlockSource",
     "LocalPiece",
     "LoraFiles",
     "LoraVersion",
     "ManifestError",
-    "MegatronLayout",
     "ModuleSource",
     "ParamMeta",
     "Publication",
@@ -63,9 +58,7 @@ __all__ = [
     "WeightsError",
     "attach_bridge",
     "attach_model",
-    "lora_source",
     "lora_state",
-    "megatron_shards",
     "module_shards",
     "probe_carriers",
     "share_model",

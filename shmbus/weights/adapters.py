@@ -1,7 +1,4 @@
-"""Adapters alone: LoRA tensors as weights of their own, or as files in PEFT's form.
-
-Servers that take paths get a folder on tmpfs; readers of tensors get an adapter through
-`WeightPublisher` and `lora_source`.
+"""Adapters alone: LoRA tensors as files in PEFT's form, in a folder on tmpfs.
 
 Invariants: a folder is written whole under another name, synced, and renamed. No two publications
 have one name or path: servers keep adapters, and keys and values, by name.
@@ -28,7 +25,6 @@ from shmbus.errors import WeightsError
 from shmbus.segment.own_file import require_own_folder
 from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path
 from shmbus.weights.errors import ManifestError
-from shmbus.weights.weight_source import ModuleSource
 
 _TENSORS: Final = "adapter_model.safetensors"
 _CONFIG: Final = "adapter_config.json"
@@ -252,30 +248,6 @@ def lora_state(model: torch.nn.Module, *, adapter: str = "default") -> dict[str,
         )
     _check_biases(model, adapter)
     return dict(found.values())
-
-
-def lora_source(model: torch.nn.Module, *, adapter: str = "default") -> ModuleSource:
-    """Make a source of an adapter's tensors alone, for `WeightPublisher`.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        A PEFT model.
-    adapter : str
-        Which one.
-
-    Returns
-    -------
-    ModuleSource
-        Of the names of PEFT's files.
-
-    Raises
-    ------
-    WeightsError
-        As for `lora_state`.
-    """
-    lora_state(model, adapter=adapter)
-    return ModuleSource(model, only=lambda name: _is_of(name, adapter), rename=_file_name)
 
 
 def _check_biases(model: torch.nn.Module, adapter: str) -> None:

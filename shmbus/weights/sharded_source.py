@@ -118,7 +118,7 @@ class ShardedSource(WeightSource):
 
     Examples
     --------
-    >>> source = ShardedSource(lambda: megatron_shards(model.named_parameters(), layout))
+    >>> source = ShardedSource(lambda: module_shards(model))
     >>> publisher = WeightPublisher("run1", source, rank=rank, world_size=world_size)
     """
 

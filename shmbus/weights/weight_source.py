@@ -181,8 +181,6 @@ class ModuleSource(WeightSource):
         Names for parts, in the checkpoint's names.
     buffers : bool
         Whether persistent buffers are published too.
-    only : callable, optional
-        Selects published tensors by the module's names, for example an adapter's.
 
     Raises
     ------
@@ -199,13 +197,11 @@ class ModuleSource(WeightSource):
         rename: Callable[[str], str] | None = None,
         slices: Mapping[str, Slice] | None = None,
         buffers: bool = True,
-        only: Callable[[str], bool] | None = None,
     ) -> None:
         if not callable(getattr(model, "state_dict", None)):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        for name, function in (("rename", rename), ("only", only)):
-            if function is not None and not callable(function):
-                raise TypeError(f"{name}: expected a function, got {type(function).__name__}")
+        if rename is not None and not callable(rename):
+            raise TypeError(f"rename: expected a function, got {type(rename).__name__}")
         check_flag("buffers", buffers)
         check_choice("rounding", rounding, ROUNDINGS)
         require_slices(slices)
@@ -218,7 +214,6 @@ class ModuleSource(WeightSource):
         self._seen: SeenTensors | None = None
         self._found: tuple[dict[str, torch.Tensor], dict[str, str]] = {}, {}
         self._pieces: dict[tuple[int, int], list[LocalPiece]] = {}
-        self._only = only
 
     def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return tensors by name, and aliases. One object under two names counts as tied."""
@@ -238,8 +233,6 @@ class ModuleSource(WeightSource):
         taken: list[str] = []
         for own_name, tensor in state.items():
             if not isinstance(tensor, torch.Tensor) or (kept is not None and own_name in kept):
-                continue
-            if self._only is not None and not self._only(own_name):
                 continue
             name = own_name if self._rename is None else self._rename(own_name)
             _require_bytes(name, tensor)

@@ -33,7 +33,6 @@ PyObject *py_set_aside_error(void);
 void py_restore_error(PyObject *error);
 
 extern PyMethodDef py_hooks_functions[];
-extern PyMethodDef py_base64_functions[]; /* text into arrays */
 
 /* ---- Kernel errors as exceptions; the message names a missing requirement of shmbus. */
 /* Raise OSError of errno for an open "bus", "pool" or "channel"; return NULL. */

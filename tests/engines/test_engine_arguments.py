@@ -1,18 +1,16 @@
-"""Wrong arguments of fleets, servers and updates: refused by name before anybody is asked."""
+"""Wrong arguments of fleets and servers: refused by name before anybody is asked."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from raw_server import RawServer
 from refusals import refused
-from test_client_updates import Client, bring, tokens
-from trainers import TIMEOUT_S, Trainer, fleet_of
+from trainers import Trainer, fleet_of
 
 from shmbus import Bus
-from shmbus.engines import ClientUpdates, EngineFleet, LoraFleet, SglangServer, VllmServer
+from shmbus.engines import EngineFleet, LoraFleet, SglangServer, VllmServer
 
 pytest_plugins = ["engine_fixtures"]
 Call = Callable[[], object]
@@ -101,21 +99,3 @@ async def test_what_makes_no_update_is_refused_before_anybody_is_asked(
 
         await asyncio.to_thread(refused, said, update)
         assert server.seen == []
-
-
-@pytest.fixture
-def updates(bus: Bus, trainer: Trainer, servers: Any) -> Iterator[SimpleNamespace]:
-    running = servers(2)
-    trainer.publish(1)
-    made = ClientUpdates(bus.name, Client(running), timeout=TIMEOUT_S)
-    bring(made, trainer, 2)
-    yield SimpleNamespace(made=made, running=running)
-
-
-def test_a_client_is_brought_no_version_that_is_none(updates: Any, bus: Bus) -> None:
-    for version in ("3", True, 3.0, None):
-        refused("TypeError: ^version: expected an int", updates.made.bring, version, 2)
-    refused("ValueError: ^version: expected .*, got", updates.made.bring, 1 << 63, 2)
-    assert tokens(updates.running) == [2.0] * 3
-    client = Client(updates.running)
-    refused("TypeError: ^timeout: expected", lambda: ClientUpdates(bus.name, client, timeout="5"))  # type: ignore[arg-type]

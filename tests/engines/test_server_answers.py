@@ -11,12 +11,10 @@ import aiohttp
 import pytest
 from raw_server import RawServer
 from small_vllm import SLOW_S
-from test_client_updates import Client, bring, tokens
 from trainers import TIMEOUT_S, Scene, Trainer, fleet_of
 
 from shmbus import Bus, ShmbusError
 from shmbus.engines import (
-    ClientUpdates,
     EngineError,
     EngineFleet,
     SglangServer,
@@ -256,21 +254,3 @@ async def test_a_dead_trainers_step_ends_before_its_rows_count(step: str, scene:
     assert report is not None and report.torn == []
     assert await running.tokens(2) == [2.0, 2.0]
     assert paused_by(scene.bus.name) is None
-
-
-@pytest.mark.parametrize("step", LATE_STEPS)
-def test_a_timed_out_client_reverts(step: str, bus: Bus, trainer: Trainer, servers: Any) -> None:
-    running = servers(2)
-    client = Client(running, timeout=PATIENCE_S)
-    trainer.publish(1)
-    updates = ClientUpdates(bus.name, client, timeout=PATIENCE_S)
-    bring(updates, trainer, 2)
-    client.post("fault", {step: "slow"})
-    in_force = 3
-    try:
-        bring(updates, trainer, 3)
-    except UpdateRolledBackError as error:
-        in_force = error.in_force or 0
-    assert tokens(running) == [float(in_force)] * 3
-    bring(updates, trainer, 4)
-    assert tokens(running) == [4.0] * 3

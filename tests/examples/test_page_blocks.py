@@ -319,11 +319,7 @@ def test_a_schema_takes_what_fits_and_tells_what_does_not(bus_name: str) -> None
             assert said.startswith(line.removesuffix("...")), said
 
 
-def test_lists_bits_and_answers_of_engines_become_samples(bus_name: str) -> None:
-    body = (
-        b'{"choices": [{"index": 0, "finish_reason": "stop", "prompt_token_ids": [1],'
-        b' "token_ids": [2], "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{}]}}]}'
-    )
+def test_lists_and_bits_become_samples(bus_name: str) -> None:
     swap = {"group_size=8": "group_size=1"}
     with (
         Bus.create(bus_name, "4MiB"),
@@ -333,9 +329,6 @@ def test_lists_bits_and_answers_of_engines_become_samples(bus_name: str) -> None
         names = {"producer": producer, "swap": swap}
         doc_pages.run("docs/schema.md", "tokens=[1, 2, 3],", bus_name, **names)
         assert consumer.take(timeout=30)[0][0]["tokens"].tolist() == [1, 2, 3]
-        names["swap"] = swap | {", experts=(48, 8)": ""}
-        doc_pages.run("docs/tuning.md", "decode_answers(body", bus_name, body=body, **names)
-        assert consumer.take(timeout=30)[0][0]["tokens"].tolist() == [1, 2]
         hidden = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
         producer.put("q", group_size=1, index=0, hidden=hidden)
         names = {"trajectory": consumer.take(timeout=30)[0][0], "torch": torch, "np": np}

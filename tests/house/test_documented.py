@@ -36,7 +36,6 @@ MODULES = [
     "shmbus.weights",
     "shmbus.tensors",
     "shmbus.batch.gather",
-    "shmbus.decode",
 ]
 
 #: What C functions raise by themselves, beside what a caller's own code does.

@@ -17,7 +17,7 @@ PACKAGES = ("shmbus", "shmbus_ext", "trainer_adapter")
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("shmbus_ext",),
     "words, numbers and waits": ("shmbus._version", "shmbus.base", "shmbus.errors"),
-    "bytes of a sample": ("shmbus.data", "shmbus.decode", "shmbus.http"),
+    "bytes of a sample": ("shmbus.data", "shmbus.http"),
     "files in shared memory": ("shmbus.channel", "shmbus.pool", "shmbus.segment"),
     "a bus from outside": ("shmbus.control", "shmbus.inspect"),
     "handles": ("shmbus.batch", "shmbus.client", "shmbus.handles", "shmbus.stash"),
@@ -103,6 +103,8 @@ OPEN_TO_THE_GATEWAY = (
 
 # The recorder of agents: public names, what a worker's session is made of, and the weights' rows.
 OPEN_TO_THE_RECORDER = (
+    "shmbus.base.arguments.fit_text",
+    "shmbus.base.format.printable",
     "shmbus.data.encoding.decodable",
     "shmbus.data.prompts.Ticket",
     "shmbus.cli._options.Commands",
@@ -111,7 +113,6 @@ OPEN_TO_THE_RECORDER = (
     "shmbus.cli._options.require_extra",
     "shmbus.cli._options.whole",
     "shmbus.daemon.logs",
-    "shmbus.decode.",
     "shmbus.http.",
     "shmbus.pool.server_rows.",
     "shmbus.recorder.",

@@ -35,10 +35,6 @@ ELSEWHERE = {
         "class MyEnv": "tests/gateway/test_gateway_page.py",
         "AtroposTrainer(": "tests/gateway/test_gateway_page.py",
     },
-    "docs/weights.md": {
-        # The same calls, before a real vLLM.
-        "WeightTransferTrainerFactory.trainer_init(": "tests/peers/vllm/test_other_ways.py",
-    },
 }
 SHELL = ("sh", "bash")
 #: Programs of other projects on the pages; a command of shmbus is parsed, and `pip` looked up.

@@ -16,7 +16,6 @@ ROOMS = ("shmbus/peers", "trainer_adapter", "trainer_adapter/adapters")
 PACKAGES = {
     "shmbus",
     "shmbus.batch.gather",
-    "shmbus.decode",
     "shmbus.relay",
     "trainer_adapter",
     "trainer_adapter.adapters.trl",

@@ -43,7 +43,6 @@ from shmbus.pool import PoolReader
 from shmbus.tensors import TensorChannel
 from shmbus.tensors.carrier_types import CudaCarrier
 from shmbus.weights import (
-    Fp8BlockSource,
     ModuleSource,
     ParamMeta,
     WeightPublisher,
@@ -60,12 +59,7 @@ from trainer_adapter import (
     pack,
     varlen_attention,
 )
-from trainer_adapter.corrections import (
-    cispo_loss,
-    gspo_loss,
-    importance_correction,
-    overlong_penalty,
-)
+from trainer_adapter.corrections import importance_correction, overlong_penalty
 from trainer_adapter.losses import aggregate_loss, kl_estimate, policy_loss
 
 TOKENS = np.arange(4, dtype=np.int32)
@@ -307,10 +301,6 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     "ModuleSource": (
         lambda bus, **o: ModuleSource(torch.nn.Linear(2, 2), **o), {"slices": ARRAY},
     ),
-    "Fp8BlockSource": (
-        lambda bus, **o: Fp8BlockSource(**{"source": source(), **o}),
-        {"source": ARRAY, "only": ARRAY},
-    ),
     "share_model": (
         lambda bus, **o: share_model(bus, torch.nn.Linear(2, 2), **o), {"slices": ARRAY},
     ),
@@ -351,13 +341,6 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         lambda bus, **o: policy_loss(ROW, ROW, ROW, MASK, **o),
         {"clip_low": NUMBER + of_value(-1, 1.5), "clip_high": NUMBER + of_value(-1)},
     ),
-    "gspo_loss": (
-        lambda bus, **o: gspo_loss(ROW, ROW, ROW, MASK, cu_seqlens=BORDERS, **o),
-        {"clip_low": NUMBER + of_value(-1, 2)},
-    ),
-    "cispo_loss": (
-        lambda bus, **o: cispo_loss(ROW, ROW, ROW, MASK, **o), {"low": NUMBER + of_value(-1)},
-    ),
     "aggregate_loss": (
         lambda bus, **o: aggregate_loss(ROW, MASK, **o),
         {"normalisation": CHOICE, "denominator": NUMBER + of_value(-1)},
@@ -365,7 +348,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     "kl_estimate": (lambda bus, **o: kl_estimate(ROW, ROW, MASK, **o), {"kind": CHOICE}),
     "importance_correction": (
         lambda bus, **o: weigh(**o),
-        {"level": CHOICE, "mode": CHOICE, "high": NUMBER + of_value(-1, 0)},
+        {"mode": CHOICE, "high": NUMBER + of_value(-1, 0)},
     ),
     "overlong_penalty": (
         lambda bus, **o: overlong_penalty([3], **{"longest": 4, "buffer": 1, **o}),

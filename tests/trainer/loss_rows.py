@@ -34,21 +34,14 @@ class Row:
         self.mask[5] = False
         self.mask[[0, 7]] = True
 
-    def of_sequences(self) -> Row:
-        """Have one advantage a sequence, and poison where the mask is not."""
-        self.advantages = torch.repeat_interleave(
-            self.advantages[: len(LENGTHS)], torch.tensor(LENGTHS)
-        )
+    def poisoned(self) -> Row:
+        """Have poison where the mask is not."""
         for at, poison in zip((~self.mask).nonzero().flatten().tolist(), POISON, strict=False):
             self.old[at] = poison
-            self.advantages[at] = poison
         return self
 
     def trained(self) -> list[list[int]]:
         return [[i for i in range(a, b) if self.mask[i]] for a, b in itertools.pairwise(BORDERS)]
-
-    def difference(self, i: int) -> float:
-        return self.new[i].item() - self.old[i].item()
 
 
 def padded(values: Tensor, filler: float = 0.0) -> Tensor:

@@ -15,13 +15,7 @@ from shmbus import Bus, Consumer, Producer
 from trainer_adapter import ExtraField, OnlineDataHandler, pack
 from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.compat import pad_input, unpad_input
-from trainer_adapter.corrections import (
-    cispo_loss,
-    gspo_loss,
-    importance_correction,
-    overlong_penalty,
-    sequence_ratios,
-)
+from trainer_adapter.corrections import importance_correction, overlong_penalty
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.losses import policy_loss
 from trainer_adapter.microbatch import micro_batches
@@ -133,14 +127,7 @@ REFUSED: list[tuple[Call, str]] = [
     (loss(**BORDERS, cu_seqlens=INDICES[None]), "ValueError: shape .sequences . 1., got .1, 2."),
     (loss(normalisation="constant"), "ValueError: denominator: expected a number"),
     (lambda g: importance_correction(ROW, ROW, MASK, low=3.0), "ValueError: low <= high, got 2.0"),
-    (
-        lambda g: importance_correction(ROW, ROW, MASK, level="sequence"),
-        "ValueError: cu_seqlens: expected",
-    ),
     (lambda g: importance_correction(ROW, None, MASK), "ValueError: expected logprobs"),
-    (lambda g: sequence_ratios(ROW, None, MASK), "ValueError: old_logprobs: expected logprobs"),
-    (lambda g: gspo_loss(ROW, ROW, ROW, MASK), "ValueError: cu_seqlens: expected the borders"),
-    (lambda g: cispo_loss(ROW, ROW, ROW, MASK, high=0.5), "ValueError: low and high: .* 0 <= low"),
     (lambda g: overlong_penalty([1], longest=4, buffer=5), "ValueError: expected 0 < buff"),
     (lambda g: unpad_input(HIDDEN, torch.ones(2, 3)), "TypeError: expected bool or integers, got"),
     (lambda g: unpad_input(HIDDEN, MASK), r"ValueError: got \(4,\)"),
