@@ -7,7 +7,7 @@ CODE = (".py", ".pyi", ".c", ".h")
 #: Lines of code by top folder.
 CEILINGS = {
     ("shmbus", "shmbus_ext", "trainer_adapter"): 111_350,
-    ("tests",): 97_550,
+    ("tests",): 97_750,
     ("bench",): 9_000,
 }
 MOST_WORDS_OF_MARKDOWN = 48_000
