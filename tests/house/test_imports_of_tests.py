@@ -1,0 +1,71 @@
+"""Tests that few machines run import what exists: names of the product, and modules of tests."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from test_style import ROOT, tree
+
+OURS = ("shmbus", "trainer_adapter", "bench")
+#: No module of these names is anywhere, but for `requests`, a package.
+FOLDERS = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()} - {
+    *sys.stdlib_module_names, *OURS, "requests",
+}  # fmt: skip
+
+
+def file_of(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    found = [path.with_suffix(".py"), path / "__init__.py", path.with_suffix(".pyi")]
+    return next((each for each in found if each.exists()), None)
+
+
+@cache
+def names_of(path: Path) -> set[str]:
+    """Return the names in a module's text; a module with ``__getattr__`` has strings for them."""
+    found = {each.stem for each in path.parent.iterdir()} if path.stem == "__init__" else set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                found.add(node.id)
+            case ast.alias():
+                found.add(node.asname or node.name)
+            case ast.Constant(value=str()):
+                found.add(node.value)
+    return found
+
+
+def missing(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for name in (alias.name for alias in node.names):
+                if name.split(".")[0] in FOLDERS:
+                    yield f"{where}: {name} is a folder of tests"
+                elif name.split(".")[0] in OURS and not file_of(name):
+                    yield f"{where}: no {name}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
+            module = file_of(node.module or "")
+            if module is None:
+                yield f"{where}: no {node.module}"
+            else:
+                have = names_of(module)
+                yield from (
+                    f"{where}: no {alias.name} in {node.module}"
+                    for alias in node.names
+                    if alias.name not in have
+                )
+
+
+def test_every_import_of_a_test_or_example_exists() -> None:
+    files = [path for path in tree() if path.suffix == ".py"]
+    found = [
+        each
+        for path in files
+        if path.relative_to(ROOT).parts[0] in ("tests", "examples")
+        for each in missing(path)
+    ]
+    assert not found, found
