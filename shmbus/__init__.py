@@ -107,11 +107,14 @@ _HOMES = {
     "Reservation": "shmbus_ext._core",
     "Trajectory": "shmbus_ext._core",
 }
+_PACKAGES = ("engines", "relay", "tensors", "weights")
 __all__ = sorted(["__version__", *_HOMES])
 __version__ = _VERSION
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -122,4 +125,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer_adapter.attention.varlen import varlen_attention
     from trainer_adapter.batches.batch import Batch
     from trainer_adapter.batches.pack import ExtraField, FieldNames, pack
+    from trainer_adapter.compat import pad_input, unpad_input
     from trainer_adapter.handler.handler import OnlineDataHandler
     from trainer_adapter.mismatch import LogprobMismatch, logprob_mismatch
     from trainer_adapter.scored_group import ScoredGroup
@@ -31,6 +32,8 @@ __all__ = [
     "group_advantages",
     "logprob_mismatch",
     "pack",
+    "pad_input",
+    "unpad_input",
     "varlen_attention",
 ]
 
@@ -44,6 +47,8 @@ _HOMES = {
     "group_advantages": "advantages",
     "logprob_mismatch": "mismatch",
     "pack": "batches.pack",
+    "pad_input": "compat",
+    "unpad_input": "compat",
     "varlen_attention": "attention",
 }
 
