@@ -30,6 +30,7 @@ RequestKey: TypeAlias = "tuple[str, int | None, str]"
 class OpenRequest(TypedDict):
     """A request offered with its group not acknowledged; `prompt` is base64."""
 
+    number: int
     instance_id: str
     round: int | None
     split: str
@@ -94,7 +95,8 @@ class RestoredRequests(msgspec.Struct, frozen=True):
     whole: list[tuple[str, int | None, str]] = []
 
 
-def _key(request: OpenRequest) -> RequestKey:
+def request_key(request: OpenRequest) -> RequestKey:
+    """Return instance id, round and split of a request."""
     return request["instance_id"], request["round"], request["split"]
 
 
@@ -107,6 +109,7 @@ def open_requests(segment: _core.Segment) -> list[OpenRequest]:
             id_, round, split, group_size, need, priority, _, start, data = text
             found.append(
                 {
+                    "number": number,
                     "instance_id": id_,
                     "round": round,
                     "split": split,
@@ -192,13 +195,13 @@ def restore_requests(
         )
     number = state.get("number")
     newest = _core.request_number(feeder._segment)
-    there = Counter(_key(each) for each in open_requests(feeder._segment))
+    there = Counter(map(request_key, open_requests(feeder._segment)))
     trained = there & Counter((id_, round, split) for id_, round, split in state.get("trained", ()))
     there -= trained
     offered = kept = 0
     for saved in state["open"]:
-        if there[_key(saved)] > 0:
-            there[_key(saved)] -= 1
+        if there[request_key(saved)] > 0:
+            there[request_key(saved)] -= 1
             kept += 1
             continue
         offer = check_offer(
@@ -214,7 +217,7 @@ def restore_requests(
         feeder._offer([offer], timeout)
         offered += 1
     here = number is not None and state.get("bus") == feeder._segment.identity
-    known = {*there, *trained, *map(_key, state["open"])}
+    known = {*there, *trained, *map(request_key, state["open"])}
     saved_whole = {(id_, round, split) for id_, round, split in state.get("whole", ())}
     whole: list[RequestKey] = []
     if saved_whole or (number is not None and not here):

@@ -479,17 +479,20 @@ void request_reap(struct segment *segment, uint64_t producer_id, uint64_t commit
 bool request_count(const struct segment *segment, uint32_t index, uint64_t number,
                    struct request_counts *counts) {
     struct request_row row;
-    *counts = (struct request_counts){0, 0, 0, 0};
+    *counts = (struct request_counts){0};
     if (!request_copy_row(segment, index, number, &row)) {
         return false;
     }
+    uint64_t done = request_claim_word(CELL_IS_DONE, 0, number);
+    uint64_t over = request_claim_word(CELL_IS_DONE, REQUEST_NOBODY, number);
     for (uint32_t i = 0; i < row.group_size; i++) {
         uint64_t claim =
             atomic_load_explicit(claim_at(segment, row.first_cell + i), memory_order_acquire);
-        enum request_kind kind = request_kind_of(claim);
-        counts->open += kind == CELL_IS_OPEN;
-        counts->claimed += kind == CELL_IS_CLAIMED;
-        counts->done += kind == CELL_IS_DONE && request_producer_of(claim) != REQUEST_NOBODY;
+        bool answering = request_kind_of(claim) == CELL_IS_DONE && claim != done && claim != over;
+        counts->open += request_kind_of(claim) == CELL_IS_OPEN;
+        counts->claimed += request_kind_of(claim) == CELL_IS_CLAIMED || answering;
+        counts->answering += answering;
+        counts->done += claim == done;
     }
     counts->given_up = row.group_size - counts->open - counts->claimed - counts->done;
     return request_open_row(segment, index) == number;
@@ -516,8 +519,8 @@ void request_end(struct segment *segment, uint32_t index, uint64_t number) {
     request_close(segment, index, number);
     request_count(segment, index, number, &counts);
     struct request_row *shared = &segment->requests.rows[index];
-    shared->ended_done = counts.done;
-    shared->ended_given_up = row.group_size - counts.done;
+    shared->ended_done = counts.done + counts.answering;
+    shared->ended_given_up = row.group_size - shared->ended_done;
     FAILPOINT("request-ending");
     /* SYNC: request-ended. The counts of the samples precede a feeder's free of the row. */
     swap(&shared->word, number << 2 | REQUEST_OPEN, number << 2 | REQUEST_ENDED);

@@ -102,9 +102,10 @@ struct request_text {
     bool admitted; /* a worker took a sample of the group */
 };
 
-/* Samples of a row by state. */
+/* Samples of a row by state; `answering` of the claimed are under commit, and may be missing from
+ * the ring. */
 struct request_counts {
-    uint32_t open, claimed, done, given_up;
+    uint32_t open, claimed, done, given_up, answering;
 };
 
 /* Returns true after the first offer: the only word read of an unused lane. */

@@ -7,7 +7,6 @@ is host memory (`swap`), and an endless loop ends by `Enough`.
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +17,13 @@ import doc_pages
 import numpy as np
 import pytest
 import torch
+from answering import answering
 from conftest import segments_named, wait_until
 
 import shmbus
 import shmbus.engines
 import shmbus.weights
-from shmbus import Bus, Consumer, Producer
+from shmbus import Bus, Consumer, Producer, Request
 from shmbus.cli import main
 from shmbus.inspect.status import read_status
 from trainer_adapter import OnlineDataHandler, ScoredGroup, attention, corrections, losses
@@ -53,25 +53,9 @@ def put(producer: Producer, key: str, size: int = 2, length: int = N, **more: An
         )
 
 
-@contextmanager
-def answering(bus: str) -> Iterator[None]:
-    """A worker that answers every request."""
-    ended = threading.Event()
-
-    def work() -> None:
-        with Producer(bus) as producer:
-            while not ended.is_set():
-                if request := producer.requests.next(timeout=0.05):
-                    fields = {"tokens": [1, 2], "logprobs": [-1.0, -1.0], "loss_mask": [0, 1]}
-                    producer.requests.answer(request, score=request.index % 2, **fields)
-
-    thread = threading.Thread(daemon=True, target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def answer(producer: Producer, request: Request) -> None:
+    fields = {"tokens": [1, 2], "logprobs": [-1.0, -1.0], "loss_mask": [0, 1]}
+    producer.requests.answer(request, score=request.index % 2, **fields)
 
 
 def stops_after(calls: int, call: Callable[..., Any] = lambda *_: None) -> Callable[..., None]:
@@ -122,7 +106,7 @@ def test_the_loop_of_the_trainers_page_trains(bus: Bus, producer: Producer) -> N
 def test_prompts_of_a_data_set_are_trained_once(bus: Bus) -> None:
     trained: list[str] = []
     rows = [{"prompt": [number], "question": str(number)} for number in range(5)]
-    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, answering(bus.name):
+    with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, answering(bus.name, answer):
         doc_pages.run(
             "docs/trainer.md", "load_dataset(", bus.name, handler=handler,
             checkpoint={"handler": handler.state_dict()},
@@ -133,7 +117,7 @@ def test_prompts_of_a_data_set_are_trained_once(bus: Bus) -> None:
 
 
 def test_held_out_prompts_are_evaluated(bus: Bus) -> None:
-    with OnlineDataHandler(bus.name) as handler, answering(bus.name):
+    with OnlineDataHandler(bus.name) as handler, answering(bus.name, answer):
         space = doc_pages.run(
             "docs/trainer.md", "handler.evaluate(", bus.name, handler=handler, step=3,
             held_out=[np.int32([1]), np.int32([2])],

@@ -7,25 +7,18 @@ trainer is here, and audits the result. test_failpoints.py builds, runs and judg
 
 import threading
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from failpoints import meet, play
-from relay.local import Exchange
+from relay.local import relay
 from supervisor import Child, deadline
 
 import shmbus
-from shmbus.relay.coordinator_party import CoordinatorParty
-from shmbus.relay.party import run_party
-from shmbus.relay.sink_party import SinkParty
-from shmbus.relay.source_party import SourceParty
 from shmbus.segment import lifecycle
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 GROUPS, SIZE, USELESS = 12, 4, 3
-COORDINATOR = "coordinator"
 
 #: Points, and passes at which the signal comes. A point of healing follows a death in a put.
 PUTTING: dict[str, tuple[int, ...]] = {
@@ -50,21 +43,9 @@ HEALING: dict[str, tuple[int, ...]] = {
 BEFORE = "commit-intended:3:kill"
 
 
-def relay(sources: list[str], sink: str) -> None:
-    exchange = Exchange()
-    policy = StashPolicy(skip_zero_variance=True)
-    makers: dict[str, Callable[[Any], Any]] = {
-        sink: lambda box: SinkParty(sink, box, COORDINATOR),
-        COORDINATOR: lambda box: CoordinatorParty(box, sources, [sink], policy),
-    }
-    for name in sources:
-        makers[name] = lambda box, name=name: SourceParty(name, box, COORDINATOR)
-    for address, make in makers.items():
-        box = exchange.open(address)
-        threading.Thread(
-            target=run_party, args=(lambda make=make, box=box: make(box), box, lambda: True)
-        ).start()
-    threading.Event().wait()
+def run_relay(sources: list[str], sink: str) -> None:
+    with relay(sources, [sink], policy=StashPolicy(skip_zero_variance=True)):
+        threading.Event().wait()
 
 
 def put(sources: list[str]) -> None:
@@ -120,9 +101,9 @@ def case(name: str, points: list[str]) -> dict[str, object]:
         put(sources)
         with shmbus.Consumer(sink) as consumer:
             for point in points:
-                child = Child(lambda: relay(sources, sink), point)
+                child = Child(lambda: run_relay(sources, sink), point)
                 signalled = meet(child, lambda: take(consumer, seen, faults)) and signalled
-            child = Child(lambda: relay(sources, sink))
+            child = Child(lambda: run_relay(sources, sink))
             for _ in deadline("the relay to be at rest"):
                 take(consumer, seen, faults)
                 if audit(sources, sink, faults):

@@ -23,6 +23,7 @@ RUNS: dict[str, list[tuple[tuple[str, ...], int]]] = {
     "retry_points": [(("collector:",), 14), (("producer:",), 14)],
     "group_points": [((), 14)],
     "relay_points": [((), 14)],
+    "answer_points": [(("here:",), 14), (("relayed:",), 14)],
     "daemon_points": [
         ((f"{kind}:", PASSES), 4)
         for kind in ("daemon", "successor", "late_rank", "broken_rank", "rank", "snapshot")

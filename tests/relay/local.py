@@ -228,28 +228,3 @@ def take(consumer: shmbus.Consumer, count: int, timeout: float = 30.0) -> list[s
 def stats(name: str) -> shmbus.BusStats:
     with shmbus.Bus.open(name) as bus:
         return bus.stats()
-
-
-@contextmanager
-def workers(
-    names: list[str], answer: Callable[[shmbus.Producer, shmbus.Request], object]
-) -> Iterator[None]:
-    """A worker on each of these buses, for a while, which makes what its bus asks for."""
-    over = threading.Event()
-
-    def work(name: str) -> None:
-        with shmbus.Producer(name) as producer:
-            while not over.is_set():
-                request = producer.requests.next(timeout=0.05)
-                if request is not None:
-                    answer(producer, request)
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answering import answering
 from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, put_group, relay, relayed, stats, take, workers
+from relay.local import COORDINATOR, put_group, relay, relayed, stats, take
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -166,14 +167,14 @@ def test_a_checkpoint_and_kept_groups_resume_a_run(buses: dict[str, str], tmp_pa
         return state
 
     sources = [buses["a"], buses["b"]]
-    with relay(sources, [buses["t"]], keep=str(tmp_path)), workers(sources, answer):
+    with relay(sources, [buses["t"]], keep=str(tmp_path)), answering(sources, answer):
         state = train(None, 6)
         wait_until(lambda: stats(buses["t"]).undelivered > 4)  # made, and not trained
     kept = stats(buses["t"]).undelivered
     lose_memory(buses)
     with relay(sources, [buses["t"]], keep=str(tmp_path)):
         wait_until(lambda: stats(buses["t"]).undelivered >= kept)
-        with workers(sources, answer):
+        with answering(sources, answer):
             train(state, 100)
     assert set(trained) == {name for name, _ in prompts}
     assert set(trained.values()) == {trained["q0"]}, "each prompt as often as any other"

@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from answering import answering
 from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, put_group, relay, stats, take, workers
+from relay.local import COORDINATOR, put_group, relay, stats, take
 from relay.mirrors import SOURCE, Trainer, mirrors, version_of
 
 import shmbus
@@ -46,7 +47,7 @@ def test_workers_of_a_node_that_joined_make_prompts(buses: dict[str, str]) -> No
     with (
         relay([a], [t]) as made,
         shmbus.Consumer(t) as consumer,
-        workers([b], lambda producer, request: producer.requests.answer(request, tokens=[1])),
+        answering([b], lambda producer, request: producer.requests.answer(request, tokens=[1])),
     ):
         consumer.request("q", group_size=2, prompt=np.zeros(3, np.int32))
         made.coordinator.joined.append(b)

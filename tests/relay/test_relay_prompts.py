@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from answering import answering
 from conftest import Spawner, wait_until
-from relay.local import relay, relayed, take, workers
+from relay.local import relay, relayed, take
 
 import shmbus
 from shmbus import Request
@@ -133,7 +134,7 @@ def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(bus_name: str) -
             relay(names[:2], names[2:]),
             shmbus.Consumer(names[2]) as consumer,
             shmbus.Feeder(names[2]) as feeder,
-            workers(names[:2], counting(made)),
+            answering(names[:2], counting(made)),
         ):
             for number in range(12):
                 offer(feeder, number)
@@ -216,7 +217,7 @@ def test_a_restored_trainer_repeats_its_request(unlike: dict[str, str], split: s
         relay([unlike["a"]], [unlike["t"]]),
         shmbus.Consumer(unlike["t"], split=split) as consumer,
         shmbus.Feeder(unlike["t"]) as feeder,
-        workers([unlike["a"]], counting(made)),
+        answering([unlike["a"]], counting(made)),
     ):
         for _ in range(3):
             offer(feeder, 1, round=1, split=split)
@@ -360,7 +361,7 @@ def test_a_straggler_behind_a_relay_stops_no_prompt(buses: dict[str, str]) -> No
         relay(sources, [buses["t"]]) as running,
         shmbus.Consumer(buses["t"]) as consumer,
         shmbus.Feeder(buses["t"]) as feeder,
-        workers(sources, make),
+        answering(sources, make),
     ):
         trained = offered = 0
         while trained < 199:

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from answering import answering
 from conftest import wait_until
-from relay.local import COORDINATOR, have_splits, put_group, relay, relayed, stats, take, workers
+from relay.local import COORDINATOR, have_splits, put_group, relay, relayed, stats, take
 
 import shmbus
 from shmbus import Request
@@ -58,7 +59,7 @@ def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) ->
         relay([a, b], [t]),
         shmbus.Consumer(t) as consumer,
         shmbus.Feeder(t) as feeder,
-        workers([a, b], make),
+        answering([a, b], make),
     ):
         offered = {"train": 20, "eval": 10}
         for number in range(20):
@@ -110,7 +111,7 @@ def test_a_handler_evaluates_what_another_node_makes(unlike: dict[str, str]) -> 
     def make(producer: shmbus.Producer, request: Request) -> None:
         producer.requests.answer(request, score=float(request.index), tokens=request["prompt"])
 
-    with relay([a], [t]), OnlineDataHandler(t, groups_per_batch=2) as handler, workers([a], make):
+    with relay([a], [t]), OnlineDataHandler(t, groups_per_batch=2) as handler, answering([a], make):
         for number in range(3):
             handler.request(f"q{number}", group_size=2, split="eval", prompt=PROMPT)
         figures = handler.evaluate(3, timeout=60.0)

@@ -65,8 +65,9 @@ def test_a_checkpoint_offers_again_exactly_what_was_not_trained(bus_name: str) -
 
 
 @pytest.mark.parametrize("by_a_feeder", [True, False])
+@pytest.mark.parametrize("ends_first", [True, False])
 def test_a_trained_prompt_that_is_open_still_is_no_later_offer_of_the_same_prompt(
-    daemon: Callable[..., Daemon], bus_name: str, by_a_feeder: bool
+    daemon: Callable[..., Daemon], bus_name: str, by_a_feeder: bool, ends_first: bool
 ) -> None:
     daemon("--capacity", "4MiB")
     offer: dict[str, Any] = {"group_size": 2, "prompt": np.arange(3, dtype=np.int32)}
@@ -89,11 +90,14 @@ def test_a_trained_prompt_that_is_open_still_is_no_later_offer_of_the_same_promp
         assert restored is not None
         assert (restored.trained, restored.beyond) == ([("q", None, "train")], [])
         assert requests_of(later) == ([], [["q", None, "train"]])
+        if not ends_first:
+            assert (feeder if by_a_feeder else later).request("q", **offer) == 2
+            assert requests_of(later) == (["q"], [["q", None, "train"]])
+        before = later._consumer.open_requests()
         earlier.ack(trained)
-        wait_until(lambda: not later._consumer.open_requests())
-        if by_a_feeder:
-            assert requests_of(later) == ([], [])
-        assert (feeder if by_a_feeder else later).request("q", **offer) > 0
+        wait_until(lambda: later._consumer.open_requests() == before[1:])
+        if ends_first:
+            assert (feeder if by_a_feeder else later).request("q", **offer) == 2
         assert requests_of(later) == (["q"], [])
         assert sample_all(producer) == ["q"]
 

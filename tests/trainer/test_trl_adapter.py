@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import random
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from answering import answering
 from conftest import wait_until
 
 import shmbus
@@ -242,28 +242,17 @@ class _SyncTrainer:
 def answers(bus: str, rows: int = 1, metas: list[Any] | None = None) -> Iterator[list[str]]:
     """Answer requests until the block ends; yields the splits that were asked for."""
     asked: list[str] = []
-    over = threading.Event()
     good = {"tokens": [3, 4], "loss_mask": [0, 1], "logprobs": [0.0, -1.0]}
+    fields: dict[str, Any] = good if rows == 1 else {"rows": [good] * rows}
 
-    def work() -> None:
-        with shmbus.Producer(bus) as producer:
-            while not over.is_set():
-                request = producer.requests.next(timeout=0.05)
-                if request is None:
-                    continue
-                asked.append(request.split)
-                if metas is not None:
-                    metas.append(request.meta)
-                fields: dict[str, Any] = good if rows == 1 else {"rows": [good] * rows}
-                producer.requests.answer(request, score=request.index, **fields)
+    def answer(producer: shmbus.Producer, request: shmbus.Request) -> None:
+        asked.append(request.split)
+        if metas is not None:
+            metas.append(request.meta)
+        producer.requests.answer(request, score=request.index, **fields)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
+    with answering(bus, answer):
         yield asked
-    finally:
-        over.set()
-        thread.join()
 
 
 @pytest.mark.parametrize("served", [False, True])

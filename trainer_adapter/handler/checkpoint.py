@@ -19,6 +19,8 @@ from typing import Any, Final
 
 import msgspec
 
+from shmbus.handles.open_requests import OpenRequest, request_key
+
 __all__ = ["HandlerState", "Key", "part_trained"]
 
 #: Instance id, round and split.
@@ -91,7 +93,7 @@ class HandlerState(msgspec.Struct, frozen=True):
             groups = Counter(key for each in parsed[1:] for key in each.groups)
             groups -= Counter(map(tuple, known))
             found, opened = part_trained(requests["open"], groups)
-            requests = {**requests, "open": opened, "trained": [*known, *map(list, found)]}
+            requests = {**requests, "open": opened, "trained": [*known, *map(request_key, found)]}
         return msgspec.structs.replace(
             first, trained=set().union(*(each.trained for each in parsed)), requests=requests
         )
@@ -133,17 +135,15 @@ class HandlerState(msgspec.Struct, frozen=True):
 
 
 def part_trained(
-    opened: Iterable[dict[str, Any]], trained: Counter[Key]
-) -> tuple[list[Key], list[dict[str, Any]]]:
-    """Split open requests into the keys of trained requests, and the remaining requests."""
-    left, found, rest = trained.copy(), [], []
+    opened: Iterable[OpenRequest], trained: Counter[Key]
+) -> tuple[list[OpenRequest], list[OpenRequest]]:
+    """Split open requests, oldest first, into the trained and the remaining requests."""
+    left = trained.copy()
+    found: list[OpenRequest] = []
+    rest: list[OpenRequest] = []
     for each in opened:
-        key = (each["instance_id"], each["round"], each["split"])
-        if left[key] > 0:
-            left[key] -= 1
-            found.append(key)
-        else:
-            rest.append(each)
+        left[request_key(each)] -= 1
+        (found if left[request_key(each)] >= 0 else rest).append(each)
     return found, rest
 
 

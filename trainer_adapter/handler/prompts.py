@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import shmbus
 from shmbus.base.arguments import check_int
 from shmbus.base.format import several
-from shmbus.handles.open_requests import RestoredRequests, whole_groups
+from shmbus.handles.open_requests import RestoredRequests, request_key, whole_groups
 from trainer_adapter.handler.checkpoint import Key as _Key
 from trainer_adapter.handler.checkpoint import part_trained
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
@@ -101,8 +101,8 @@ class PromptOffers:
         self._whole: set[_Key] = set()
         #: Complete groups without a request, not trained at the last look, near and far.
         self._untrained: set[_Key] = set()
-        #: Trained by an earlier life, and not acknowledged yet.
-        self._trained_open: Counter[_Key] = Counter()
+        #: Numbers of the requests trained by an earlier life, and not acknowledged yet.
+        self._trained_open: set[int] = set()
 
     def request(
         self, instance_id: str | int, *, round: int | None = None, split: str = "train", **more: Any
@@ -119,8 +119,6 @@ class PromptOffers:
             if not self._is_untrained(key):
                 return 0
             self._untrained.discard(key)
-        if key in self._trained_open:  # unless ended by now
-            self._trained_open &= Counter(self._consumer.open_requests())
         return self._consumer.request(instance_id, round=round, split=split, **more)
 
     # -- open prompts -----------------------------------------------------------------------------
@@ -351,13 +349,13 @@ class PromptOffers:
             return None
         state: Any = self._consumer.state_dict()
         out = on_ranks | self._keys_out()
-        found, opened = part_trained(state["open"], self._trained_open + out)
-        self._trained_open &= Counter(found)  # the rest have ended
+        ended = [each for each in state["open"] if each["number"] in self._trained_open]
+        found, opened = part_trained([each for each in state["open"] if each not in ended], out)
         self._look_for_untrained(out)
         ahead = [*self._ahead.elements(), *self._whole]
         saved = {
             "open": opened,
-            "trained": [list(key) for key in found],
+            "trained": [list(request_key(each)) for each in ended + found],
             "ahead": [list(key) for key in ahead if key not in self._untrained],
             "whole": [list(key) for key in sorted(self._untrained)],
             "offers": self._offers,
@@ -369,18 +367,19 @@ class PromptOffers:
         """Offer untrained requests again; a state without requests leaves none open."""
         if self._rank:
             return  # on one rank only: two ranks would offer twice
+        there: Any = self._consumer.state_dict()
         state: Any = saved
         if saved is None:
-            state = {**self._consumer.state_dict(), "open": []}
             # For this bus 0 means "nothing offered yet"; for another bus, None means "unknown".
-            state["number"] = 0 if here else None
+            state = {**there, "open": [], "number": 0 if here else None}
         restored = self._consumer.load_state_dict(state)
         self.restored = restored
         self._ahead = _keys(saved, "ahead") + Counter(restored.beyond)
         self._whole = {each for each in restored.whole if each[2] == self._split}
         self._whole -= self._ahead.keys()
         self._untrained = set(self._whole)
-        self._trained_open = Counter(restored.trained)
+        trained, _ = part_trained(there["open"], Counter(restored.trained))
+        self._trained_open = {each["number"] for each in trained}
         self._offers = bool(state.get("offers")) or self._source is not None
         if restored.ended and not self._offers:
             logger.warning(

@@ -1,4 +1,4 @@
-"""A producer that answers the requests of a trainer, in a thread."""
+"""Producers that answer the requests of buses, each in a thread."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,20 +11,23 @@ Answer = Callable[[shmbus.Producer, shmbus.Request], Any]
 
 
 @contextmanager
-def answering(bus: str, answer: Answer) -> Iterator[None]:
+def answering(buses: str | list[str], answer: Answer) -> Iterator[None]:
     over = threading.Event()
 
-    def work() -> None:
+    def work(bus: str) -> None:
         with shmbus.Producer(bus) as producer:
             while not over.is_set():
                 request = producer.requests.next(timeout=0.05)
                 if request is not None:
                     answer(producer, request)
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    names = [buses] if isinstance(buses, str) else buses
+    threads = [threading.Thread(target=work, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
