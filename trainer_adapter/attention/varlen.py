@@ -1,8 +1,9 @@
 """`varlen_attention`: checks the arguments, chooses a backend, and runs it.
 
 A packed batch is one row of tokens, its sequences end to end. Two backends give the same results:
-torch's own kernel (`native.py`), and `scaled_dot_product_attention` (SDPA) by a plan: one call for one sequence, or for several of like
-shape padded to one (`plan.py`, `sdpa.py`). `dispatch.py` chooses among them.
+torch's own kernel (`native.py`), and `scaled_dot_product_attention` (SDPA) by a plan: one call for
+one sequence, or for several of like shape padded to one (`plan.py`, `sdpa.py`). `dispatch.py`
+chooses between them.
 
 Invariants:
 
