@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from shmbus.base import limits
-from shmbus.base.arguments import check_backoff, check_share, parse_size
+from shmbus.base.arguments import check_backoff, parse_size
 from shmbus.base.near_names import near
 from shmbus.data.schema import parse
 from shmbus.segment.bounds import Bounds, check_bounds
@@ -44,7 +44,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     group_timeout: float = limits.GROUP_TIMEOUT_S
     on_timeout: Literal["wait", "drop", "partial"] = "drop"
     max_policy_lag: int | None = None
-    stale_share: float = 0.0
     skip_zero_variance: bool = False
     duplicate: Literal["drop", "error"] = "drop"
     max_stash_bytes: str | None = None
@@ -68,7 +67,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Check bounds beyond the types."""
         for name in self.__struct_fields__:
             _check_bounds(name, getattr(self, name))
-        check_share(self.stale_share, self.max_policy_lag)
 
     def bounds(self) -> Bounds:
         """Return a new bus's bounds besides its space."""
@@ -85,7 +83,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             group_timeout_s=None if math.isinf(self.group_timeout) else self.group_timeout,
             on_timeout=self.on_timeout,
             max_policy_lag=self.max_policy_lag,
-            stale_share=self.stale_share,
             skip_zero_variance=self.skip_zero_variance,
             max_stash_bytes=None if size is None else parse_size(size),
             on_overflow=self.on_overflow,
@@ -124,10 +121,6 @@ _FLAGS = {
         "action for a group at its --group-timeout: wait, drop, deliver the samples put",
     ),
     "max_policy_lag": ("N", "versions that a group's oldest sample may be behind"),
-    "stale_share": (
-        "SHARE",
-        "share (0 to 1) of a sample's trained tokens that may be older than --max-policy-lag",
-    ),
     "skip_zero_variance": ("", "drop complete groups whose scores are all equal"),
     "duplicate": ("", "a second sample of an index: drop it, or also raise an error"),
     "max_stash_bytes": ("SIZE", "ring bytes that incomplete groups may occupy"),

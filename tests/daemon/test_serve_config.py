@@ -41,12 +41,6 @@ def test_text_becomes_what_the_setting_is() -> None:
         ({"on_timeout": "explode"}, {}, "--on-timeout.*expected one of wait, drop, partial"),
         ({"group_timeout": "0"}, {}, "group_timeout: expected more than 0"),
         ({"max_producers": "0"}, {}, "max_producers: expected 1 to 4096, got 0"),
-        ({"stale_share": "0.1"}, {}, "stale_share: expected max_policy_lag, which it eases"),
-        (
-            {"stale_share": "nan", "max_policy_lag": "1"},
-            {},
-            "stale_share: expected 0 or more, and less than 1, got nan",
-        ),
         ({"capacity": "12 parsecs"}, {}, "--capacity: capacity = '12 parsecs': size: expected"),
         ({}, {"SHMBUS_MAX_STASH_BYTES": "5"}, "SHMBUS_MAX_STASH_BYTES.*expected 4096 bytes to"),
         ({}, {"SHMBUS_LOG_FORMAT": "xml"}, "SHMBUS_LOG_FORMAT"),
