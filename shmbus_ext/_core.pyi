@@ -62,11 +62,6 @@ REFUSED_LEASED: int
 ELEMENT_KINDS: tuple[str, ...]
 CHUNK_WORDS: int
 HAS_LOGPROBS: int
-CENTRED: int
-TO_OTHERS: int
-BY_DEVIATION: int
-BY_ALL_DEVIATION: int
-SCORE_RESOLUTION: float
 SAMPLE_MASKED: int
 SAMPLE_ZEROED: int
 EXTRA_TOKEN: int
@@ -441,15 +436,6 @@ class GatherThreads:
     count: int
     def __new__(cls, count: int, /) -> Self: ...
     def close(self) -> None: ...
-
-def relative_scores(
-    scores: NDArray[np.float64],
-    sizes: NDArray[np.int64],
-    kind: int,
-    by_n: bool,
-    eps: float,
-    /,
-) -> NDArray[np.float64]: ...
 
 class PackPlan:
     """The samples of a batch, measured once for every copy."""

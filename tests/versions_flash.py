@@ -1,16 +1,12 @@
-"""Padding, and the call of its kernel, against the flash-attn package itself, whichever is here.
+"""Padding against the flash-attn package itself, whichever is here.
 
 Not collected by the suite: ``make versions`` runs it in environments that have the package's Python
 files. Their CUDA extension is not there, so modules are loaded beside it, and no kernel runs.
 """
 
 import importlib.util
-import inspect
-import sys
-from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer_adapter.attention import flash
 from trainer_adapter.compat import pad_input, unpad_input
 
 FLASH = tuple(int(part) for part in version("flash-attn").split(".")[:2])
@@ -102,33 +97,3 @@ def test_gradients_through_both_are_those_of_flash_attn(
         gradients.append(torch.autograd.grad(padded, [packed, hidden], upstream))
     for mine, wanted in zip(*gradients, strict=True):
         assert torch.equal(mine, wanted)
-
-
-def test_its_function_is_found_and_takes_the_call(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    extension = ModuleType("flash_attn_2_cuda")
-    extension.__spec__ = ModuleSpec("flash_attn_2_cuda", None)
-    monkeypatch.setitem(sys.modules, "flash_attn_2_cuda", extension)
-    flash.flash_function.cache_clear()
-    function, reason = flash.flash_function()
-    assert (reason, getattr(function, "__name__", None)) == ("", "flash_attn_varlen_func")
-    assert function is not None
-    calls = []
-
-    def record(*arguments: Any, **options: Any) -> Any:
-        calls.append(inspect.signature(function).bind(*arguments, **options).arguments)
-        return q, torch.zeros(2, 5), None
-
-    monkeypatch.setattr(flash, "flash_function", lambda: (record, ""))
-    q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
-    borders = [torch.tensor([0, n, 5], dtype=torch.int32) for n in (2, 3)]
-    flash.call_flash(q, k, v, borders, (3, 4), 0.25, (-1, 0))
-    (call,) = calls
-    for name, operand in zip(
-        ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"), (q, k, v, *borders), strict=True
-    ):
-        assert call[name] is operand
-    assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (3, 4)
-    assert (call["softmax_scale"], call["causal"], call["window_size"]) == (0.25, True, (-1, 0))
-    assert call["return_attn_probs"] is True

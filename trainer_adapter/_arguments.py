@@ -213,7 +213,6 @@ class ConsumerOptions(TypedDict, total=False):
     group_timeout: float | None
     on_timeout: Literal["wait", "drop", "partial"]
     max_policy_lag: int | None
-    stale_share: float
     skip_zero_variance: bool
     duplicate: Literal["drop", "error"]
     max_stash_bytes: int | None

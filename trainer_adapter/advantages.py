@@ -2,7 +2,7 @@
 
 Invariants:
 
-- Float64 inside, for any dtype of the scores; one pass of C over every group.
+- Float64 inside, for any dtype of the scores; every group at once.
 - A group of one, and a group of equal scores up to rounding, give exactly 0 (except for kind
   "none", without a comparison). Finite scores never give nan or an infinity.
 - Groups never touch: a group's advantages depend on its own scores only, unless the kind is named
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shmbus.base.arguments import check_choice
 from shmbus.batch.gather import MAX_SCORE
-from shmbus.batch.scores import RELATIVE_KINDS, relative_scores
+from shmbus.batch.scores import relative_scores
 from trainer_adapter.scored_group import ScoredGroup, sight_of
 
 __all__ = ["group_advantages"]
@@ -54,7 +54,6 @@ def group_advantages(
     kind: Kind = ...,
     *,
     sizes: npt.ArrayLike | None = ...,
-    group_ids: npt.ArrayLike | None = ...,
     std: Std = ...,
     eps: float = ...,
 ) -> npt.NDArray[np.floating[Any]]: ...
@@ -64,7 +63,6 @@ def group_advantages(
     kind: Kind = ...,
     *,
     sizes: npt.ArrayLike | None = ...,
-    group_ids: npt.ArrayLike | None = ...,
     std: Std = ...,
     eps: float = ...,
 ) -> Tensor: ...
@@ -74,7 +72,6 @@ def group_advantages(
     kind: Kind = ...,
     *,
     sizes: npt.ArrayLike | None = ...,
-    group_ids: npt.ArrayLike | None = ...,
     std: Std = ...,
     eps: float = ...,
 ) -> list[Any]: ...
@@ -83,7 +80,6 @@ def group_advantages(
     kind: Kind = "grpo",
     *,
     sizes: npt.ArrayLike | None = None,
-    group_ids: npt.ArrayLike | None = None,
     std: Std = "bessel",
     eps: float = DEFAULT_EPS,
 ) -> npt.NDArray[np.floating[Any]] | Tensor | list[Any]:
@@ -92,7 +88,7 @@ def group_advantages(
     Parameters
     ----------
     scores : array, tensor or list, [n] or [groups, n]
-        One group, or groups of one size; or [samples], with `sizes` or `group_ids`.
+        One group, or groups of one size; or [samples], with `sizes`.
     kind : {"grpo", "dr_grpo", "rloo", "batch", "batch_std", "none"} or callable
         "grpo": ``(score - mean) / (std + eps)`` (Shao et al. 2024, arXiv:2402.03300). "dr_grpo":
         ``score - mean`` (Liu et al. 2025, arXiv:2503.20783). "rloo": the score minus the mean of
@@ -106,8 +102,6 @@ def group_advantages(
         truncated flags; here the group holds scores only.
     sizes : integers [groups], optional
         Sizes of consecutive groups in `scores`.
-    group_ids : integers or strings [samples], optional
-        Samples with equal ids form a group, at any position.
     std : {"bessel", "biased"}
         Divide the squares by n - 1, like `torch.std`, TRL and verl, or by n, like `numpy.std`. The
         paper leaves the choice open.
@@ -132,14 +126,12 @@ def group_advantages(
     across the batch, so a group of one gets an advantage too.
     """
     values, kept = _as_float64(scores)
-    if sizes is not None and group_ids is not None:
-        raise ValueError("sizes and group_ids: expected one of them, got both; drop one")
-    if values.ndim == 2 and sizes is None and group_ids is None:
+    if values.ndim == 2 and sizes is None:
         sizes = np.full(values.shape[0], values.shape[1])
     elif values.ndim != 1:
         raise ValueError(
-            f"scores: expected [n] or [groups, n], and [samples] with sizes or group_ids, got "
-            f"shape {values.shape}; flatten it and pass sizes"
+            f"scores: expected [n] or [groups, n], and [samples] with sizes, got shape "
+            f"{values.shape}; flatten it and pass sizes"
         )
     check_choice("std", std, ("bessel", "biased"), "torch.std is 'bessel'")
     if not isinstance(eps, (int, float)):
@@ -148,11 +140,8 @@ def group_advantages(
         raise ValueError(f"eps: expected a finite number from 0 on, got {eps}; 1e-6 is usual")
     check_kind("kind", kind)
     flat = values.ravel()
-    if group_ids is not None:
-        result = _by_ids(flat, _as_array("group_ids", group_ids), kind, std, eps)
-    else:
-        counts = _as_array("sizes", [len(flat)] if sizes is None else sizes)
-        result = _by_sizes(flat, _checked_sizes(counts, len(flat)), kind, std, eps)
+    counts = _as_array("sizes", [len(flat)] if sizes is None else sizes)
+    result = _by_sizes(flat, _checked_sizes(counts, len(flat)), kind, std, eps)
     return _like(result.reshape(values.shape), scores, kept)
 
 
@@ -257,27 +246,6 @@ def _like(
 # --- the arithmetic
 
 
-def _by_ids(
-    values: FloatArray, ids: npt.NDArray[Any], kind: Kind, std: Std, eps: float
-) -> FloatArray:
-    if ids.shape != values.shape:
-        raise ValueError(
-            f"group_ids: expected one id for each of {len(values)} scores, got shape {ids.shape}; "
-            "repeat the group's id for each sample"
-        )
-    try:
-        _, group, counts = np.unique(ids, return_inverse=True, return_counts=True)
-    except TypeError:
-        types = " and ".join(sorted({type(one).__name__ for one in ids}))
-        raise TypeError(
-            f"group_ids: expected integers or strings, got {types}; use ids of one type"
-        ) from None
-    order = np.argsort(group, kind="stable")
-    result = np.empty_like(values)
-    result[order] = _by_sizes(values[order], counts, kind, std, eps)
-    return result
-
-
 def _by_sizes(
     values: FloatArray,
     sizes: npt.NDArray[np.int64],
@@ -292,7 +260,7 @@ def _by_sizes(
         return values
     if kind == "batch":
         sizes = np.array([len(values)])
-    return relative_scores(values, sizes, RELATIVE_KINDS[kind], std == "biased", float(eps))
+    return relative_scores(values, sizes, kind, std == "biased", float(eps))
 
 
 def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int64]:

@@ -5,8 +5,7 @@ Pure functions: equal lengths give equal parts, on every rank and every machine.
 Invariants:
 
 - Every item is in exactly one part, and the items of a part are in ascending order.
-- `balance` starts with longest-first greedy and keeps its bound; a second method replaces the
-  result only by a better division. The fullest part has at most ``4/3 - 1/(3 * parts)`` times the
+- `balance` is longest-first greedy. The fullest part has at most ``4/3 - 1/(3 * parts)`` times the
   tokens of the best division (Graham 1969, "Bounds on Multiprocessing Timing Anomalies", SIAM J.
   Appl. Math. 17(2)), and no two parts differ by more than the longest item.
 """
@@ -17,7 +16,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +25,11 @@ from shmbus.base.arguments import check_int
 
 __all__ = ["balance", "by_budget"]
 
-DIFFERENCING_WORK: Final = 1 << 16
-"""Items times parts up to which the second method is tried as well: some 30 ms of plain Python,
-while its gain shrinks with the number of items."""
-
 Parts = list[list[int]]
 Lengths: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]]"
 
 
-def balance(lengths: Lengths, parts: int, *, fill_all: bool = True) -> Parts:
+def balance(lengths: Lengths, parts: int) -> Parts:
     """Divide items into a number of parts with about equal sums.
 
     Parameters
@@ -43,8 +38,6 @@ def balance(lengths: Lengths, parts: int, *, fill_all: bool = True) -> Parts:
         Tokens of each item, 0 or more; or a different whole-numbered cost.
     parts : int
         Number of parts, for instance data-parallel ranks.
-    fill_all : bool
-        Require an item in every part, since a rank without items would leave its peers waiting.
 
     Returns
     -------
@@ -55,24 +48,19 @@ def balance(lengths: Lengths, parts: int, *, fill_all: bool = True) -> Parts:
     Raises
     ------
     TypeError, ValueError
-        A negative length; no part; with `fill_all`, fewer items than parts; parts of another type
-        than int.
-
-    Notes
-    -----
-    The better of longest-first greedy (Graham 1969) and, if quick, the largest differencing method
-    (Karmarkar and Karp 1982, UCB/CSD 82/113), closer to the best for few items.
+        A negative length; no part; fewer items than parts, since a rank without items would leave
+        its peers waiting; parts of another type than int.
     """
     parts = check_int("parts", parts, 1)
     costs: list[int] = np.asarray(lengths).tolist()
     if any(length < 0 for length in costs):
         raise ValueError(f"lengths: expected 0 or more, got {min(costs)}")
-    if fill_all and len(costs) < parts:
+    if len(costs) < parts:
         raise ValueError(
             f"parts: expected at most {len(costs)}, one item for each, got {parts}; lower "
             "world_size, or put more groups into a batch"
         )
-    return _balance(costs, parts, _order(costs))
+    return _longest_first(costs, parts, _order(costs))
 
 
 def by_budget(lengths: Lengths, budget: int) -> Parts:
@@ -114,7 +102,7 @@ def by_budget(lengths: Lengths, budget: int) -> Parts:
     found: dict[int, Parts] = {}
 
     def fits(parts: int) -> bool:
-        shared = _balance(costs, parts, order, budget)
+        shared = _longest_first(costs, parts, order, budget)
         if shared:
             found[parts] = [part for part in shared if part]
         return bool(shared)
@@ -126,27 +114,9 @@ def by_budget(lengths: Lengths, budget: int) -> Parts:
     return found[parts] if parts in found else [sorted(part) for part in fitted]
 
 
-def _balance(
-    lengths: Sequence[int], parts: int, order: Sequence[int], most: float = math.inf
-) -> Parts:
-    """Divide items by the better of both methods; no parts if the fullest exceeds `most`."""
-    shared = _longest_first(lengths, parts, order, most)
-    if 1 < parts < len(lengths) and len(lengths) * parts <= DIFFERENCING_WORK:
-        other = _by_differencing(lengths, parts, order)
-        sums = _sums(lengths, other)
-        # Compared from the fullest part down; a tie keeps the first method.
-        if all(other) and sums[0] <= most and (not shared or sums < _sums(lengths, shared)):
-            shared = other
-    return [sorted(part) for part in shared]
-
-
 def _order(lengths: Sequence[int]) -> list[int]:
     """Longest first, and of equals the first first."""
     return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-
-
-def _sums(lengths: Sequence[int], parts: Parts) -> list[int]:
-    return sorted((sum(lengths[i] for i in part) for part in parts), reverse=True)
 
 
 def _longest_first(
@@ -162,38 +132,7 @@ def _longest_first(
             return []
         shared[part].append(item)
         heapq.heapreplace(least, (tokens + lengths[item], items + 1, part))
-    return shared
-
-
-def _by_differencing(lengths: Sequence[int], parts: int, order: Sequence[int]) -> Parts:
-    """Join the two most uneven divisions, fullest to emptiest, until one division remains."""
-    # A division: its spread, negated for the heap; a number to break ties; (sum, items), fullest
-    # first, with sums relative to the emptiest part.
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for number, item in enumerate(order):
-        rest: list[tuple[int, list[int]]] = [(0, []) for _ in range(parts - 1)]
-        heap.append((-lengths[item], number, [(lengths[item], [item]), *rest]))
-    heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        _, _, one = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
-        joined = [
-            (high + low, items + more)
-            for (high, items), (low, more) in zip(one, reversed(other), strict=True)
-        ]
-        joined.sort(key=lambda entry: -entry[0])
-        emptiest = joined[-1][0]
-        heapq.heappush(
-            heap,
-            (
-                -(joined[0][0] - emptiest),
-                number,
-                [(total - emptiest, items) for total, items in joined],
-            ),
-        )
-        number += 1
-    return [items for _, items in heap[0][2]]
+    return [sorted(part) for part in shared]
 
 
 def _first_fit(lengths: Sequence[int], order: Sequence[int], budget: int, most: int) -> Parts:

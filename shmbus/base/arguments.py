@@ -279,16 +279,6 @@ def check_rank(rank: object, world_size: object) -> tuple[int, int]:
     return check_int("rank", rank, 0, size - 1), size
 
 
-def check_share(value: object, max_policy_lag: int | None) -> float:
-    """Return the allowed share of a sample's trained tokens older than `max_policy_lag`."""
-    share = check_number("stale_share", value, "a share of 0 to 1")
-    if not 0 <= share < 1:
-        raise ValueError(f"stale_share: expected 0 or more, and less than 1, got {share:g}")
-    if share and max_policy_lag is None:
-        raise ValueError("stale_share: expected max_policy_lag, which it eases, got none")
-    return share
-
-
 def check_backoff(name: str, value: object) -> tuple[float, float]:
     """Return how long to wait between attempts: seconds at first, and at most."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:

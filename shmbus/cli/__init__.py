@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import shmbus
 from shmbus.base.format import with_notes
-from shmbus.cli._options import Commands, complete, unknown_command
+from shmbus.cli._options import Commands, unknown_command
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -83,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in commands.choices.values():
         if command.formatter_class is argparse.HelpFormatter:
             command.formatter_class = _Help
-    complete(parser, commands.choices.values())
     if not words:
         parser.print_help(sys.stderr)
         return 2

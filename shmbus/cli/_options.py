@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from shmbus.base.near_names import near
-from shmbus.segment.names import bus_names, check_name
+from shmbus.segment.names import check_name
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -140,20 +139,3 @@ def unknown_command(word: str, commands: Iterable[str]) -> str:
     meant = near(word.lower(), known, synonyms, alike=_ALIKE)
     hint = f"did you mean {meant[0]!r}? " if meant else ""
     return f"there is no command {word!r}; {hint}expected one of {', '.join(known)}"
-
-
-def complete(parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser]) -> None:
-    """Answer a shell that asks for completions, and exit; otherwise return."""
-    # argcomplete (extra `ops`) completes; it loads only for a shell that asks.
-    if "_ARGCOMPLETE" not in os.environ:
-        return
-    try:
-        import argcomplete
-    except ImportError:
-        # a shell with another environment's completions; without argcomplete nothing completes
-        return
-    for command in commands:
-        for action in command._actions:
-            if action.metavar == "NAME":
-                action.completer = lambda **_: bus_names()  # type: ignore[attr-defined]
-    argcomplete.autocomplete(parser)

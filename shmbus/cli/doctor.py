@@ -13,7 +13,6 @@ import argparse
 import configparser
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -70,13 +69,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 #: The documentation of each check, as a path in the repository.
 _CHECKS_OF_PAGE: Final = {
-    "docs/compat.md#flash-attn": "flash_attn",
     "docs/compat.md#torch": "torch",
     "docs/errors.md#by-symptom": "round_trip",
     "docs/errors.md#weightserror": "pools",
     "docs/faq.md#how-much-devshm": "memory shm",
     "docs/faq.md#which-platforms-which-status": "file_locks kernel locks python",
-    "docs/first-hour.md#install": "argcomplete msgspec numpy packages prometheus_client "
+    "docs/first-hour.md#install": "msgspec numpy packages prometheus_client "
     "safetensors shmbus uvloop",
     "docs/operating.md#cleaning-up": "foreign_files leftovers",
     "docs/operating.md#size-and-life-of-a-bus": "file_size limits",
@@ -97,7 +95,6 @@ def diagnose(*, torch: bool = True) -> Iterator[Finding]:
             # A failed check must not hide the remaining checks.
             yield Finding(name, "warn", f"cannot tell: {error}")
     yield _check_torch(torch)
-    yield _check_flash_attention()
 
 
 def _read(path: str | Path) -> str | None:
@@ -341,7 +338,6 @@ def _check_packages() -> Iterator[Finding]:
 
 
 _OPTIONAL: Final = (
-    ("argcomplete", "ops"),
     ("prometheus_client", "metrics"),
     ("safetensors", "snapshot"),
 )
@@ -467,17 +463,6 @@ def _check_torch(ask: bool) -> Finding:
         hint = "see nvidia-smi; in a container: docker run --gpus all"
         return Finding("torch", "warn", f"{version}, built for a GPU and finds none", hint)
     return Finding("torch", "ok", f"{version}, CPU only")
-
-
-def _check_flash_attention() -> Finding:
-    version = _version("flash-attn") or _version("flash_attn")
-    if version is None:
-        hint = "not needed: varlen_attention uses torch's own kernels"
-        return Finding("flash_attn", "ok", NOT_INSTALLED, hint)
-    if importlib.util.find_spec("flash_attn") is None:
-        hint = "its files are gone: pip install --force-reinstall flash-attn"
-        return Finding("flash_attn", "warn", f"{version} is installed and cannot be found", hint)
-    return Finding("flash_attn", "ok", version)
 
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}

@@ -29,10 +29,9 @@ examples:
   shmbus serve run1 --capacity 4GiB --web 8123
   shmbus serve run1 --schema '{"tokens": "int32", "logprobs": "float32"}'
   shmbus serve run1 --metrics-port 9464 --restore /data/run1-before-reboot
-  SHMBUS_LOG_FORMAT=json shmbus serve run1 --config run1.toml
+  SHMBUS_LOG_FORMAT=json shmbus serve run1 --capacity 1GiB
 
-Every setting is also an environment variable (--group-timeout is SHMBUS_GROUP_TIMEOUT) and a key of
-the TOML file (group_timeout). Flags win over the environment, that over the file.
+Every setting is also an environment variable (--group-timeout is SHMBUS_GROUP_TIMEOUT). Flags win.
 """
 
 
@@ -46,17 +45,15 @@ def add_parser(commands: Commands) -> None:
         epilog=_EXAMPLES,
     )
     parser.add_argument("name", metavar="NAME", help="the bus")
-    parser.add_argument("--config", metavar="FILE.toml", help="settings in a TOML file")
     config.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Serve; 0 after an orderly end, 2 for wrong settings."""
-    path = parsed.config or os.environ.get("SHMBUS_CONFIG")
     try:
         check_name(parsed.name)
-        settings = config.load(vars(parsed), os.environ, path)
+        settings = config.load(vars(parsed), os.environ)
     except ValueError as error:
         print(f"shmbus serve: {error}", file=sys.stderr)
         return 2

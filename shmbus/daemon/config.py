@@ -1,8 +1,7 @@
-"""Settings of ``shmbus serve``: flags override the environment, which overrides a TOML file.
+"""Settings of ``shmbus serve``: flags override the environment.
 
-``--group-timeout 60``, ``SHMBUS_GROUP_TIMEOUT=60`` and ``group_timeout = 60`` mean the same.
-Unknown names in the file and values of the wrong type raise errors. In the environment only a near
-miss of a setting raises an error: foreign variables may share the prefix (container platforms make
+``--group-timeout 60`` and ``SHMBUS_GROUP_TIMEOUT=60`` mean the same. In the environment a near miss
+of a setting raises an error; foreign variables may share the prefix (container platforms make
 SHMBUS_SERVICE_HOST from a service's name).
 """
 
@@ -12,14 +11,13 @@ import argparse
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from shmbus.base import limits
-from shmbus.base.arguments import check_backoff, check_share, parse_size
+from shmbus.base.arguments import check_backoff, parse_size
 from shmbus.base.near_names import near
 from shmbus.data.schema import parse
 from shmbus.segment.bounds import Bounds, check_bounds
@@ -35,25 +33,24 @@ class ConfigError(ValueError):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of ``shmbus serve``, by the names of the file."""
+    """The settings of ``shmbus serve``."""
 
-    capacity: str | int | None = None
+    capacity: str | None = None
     max_producers: int | None = None
     max_lead: int | None = None
     max_lead_versions: int | None = None
-    request_capacity: str | int | None = None
-    schema: str | dict[str, Any] | None = None
+    request_capacity: str | None = None
+    schema: str | None = None
     group_timeout: float = limits.GROUP_TIMEOUT_S
     on_timeout: Literal["wait", "drop", "partial"] = "drop"
     max_policy_lag: int | None = None
-    stale_share: float = 0.0
     skip_zero_variance: bool = False
     duplicate: Literal["drop", "error"] = "drop"
-    max_stash_bytes: int | str | None = None
+    max_stash_bytes: str | None = None
     on_overflow: Literal["wait", "drop", "partial"] = "wait"
     sample_retries: int = 0
     retry_timeout: float = limits.RETRY_TIMEOUT_S
-    retry_backoff: str | list[float] = ",".join(f"{each:g}" for each in limits.RETRY_BACKOFF_S)
+    retry_backoff: str = ",".join(f"{each:g}" for each in limits.RETRY_BACKOFF_S)
     on_failure: Literal["drop", "partial"] = "drop"
     drain_timeout: float = _DRAIN_TIMEOUT_S
     unlink_on_exit: bool = False
@@ -70,7 +67,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Check bounds beyond the types."""
         for name in self.__struct_fields__:
             _check_bounds(name, getattr(self, name))
-        check_share(self.stale_share, self.max_policy_lag)
 
     def bounds(self) -> Bounds:
         """Return a new bus's bounds besides its space."""
@@ -87,7 +83,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             group_timeout_s=None if math.isinf(self.group_timeout) else self.group_timeout,
             on_timeout=self.on_timeout,
             max_policy_lag=self.max_policy_lag,
-            stale_share=self.stale_share,
             skip_zero_variance=self.skip_zero_variance,
             max_stash_bytes=None if size is None else parse_size(size),
             on_overflow=self.on_overflow,
@@ -126,10 +121,6 @@ _FLAGS = {
         "action for a group at its --group-timeout: wait, drop, deliver the samples put",
     ),
     "max_policy_lag": ("N", "versions that a group's oldest sample may be behind"),
-    "stale_share": (
-        "SHARE",
-        "share (0 to 1) of a sample's trained tokens that may be older than --max-policy-lag",
-    ),
     "skip_zero_variance": ("", "drop complete groups whose scores are all equal"),
     "duplicate": ("", "a second sample of an index: drop it, or also raise an error"),
     "max_stash_bytes": ("SIZE", "ring bytes that incomplete groups may occupy"),
@@ -173,6 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _PREFIX = "SHMBUS_"
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings)}
 _AT_LEAST_0 = ("drain_timeout", "max_policy_lag", "sample_retries")
 _ABOVE_0 = ("group_timeout", "retry_timeout")
 
@@ -206,25 +198,20 @@ def _check_bounds(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a file that may be read, got {value!r}")
 
 
-def _parse_backoff(value: str | list[float]) -> tuple[float, float]:
-    """Read two numbers of seconds, as text or as a list."""
-    if isinstance(value, str):
-        try:
-            value = [float(each) for each in value.split(",")]
-        except ValueError:
-            raise ValueError(
-                f'retry_backoff: expected "FIRST,MOST" in seconds, such as "0.5,30", got {value!r}'
-            ) from None
+def _parse_backoff(value: str) -> tuple[float, float]:
+    """Read two numbers of seconds."""
     try:
-        return check_backoff("retry_backoff", value)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+        return check_backoff("retry_backoff", [float(each) for each in value.split(",")])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f'retry_backoff: expected "FIRST,MOST" in seconds, such as "0.5,30", got {value!r}'
+        ) from None
 
 
-def _parse_schema(value: str | Mapping[str, Any]) -> _core.DeclaredSchema:
-    """Read a schema from JSON or TOML: lists for tuples, "..." for any shape."""
+def _parse_schema(value: str) -> _core.DeclaredSchema:
+    """Read a schema from JSON: lists for tuples, "..." for any shape."""
     try:
-        given = msgspec.json.decode(value) if isinstance(value, str) else value
+        given = msgspec.json.decode(value)
     except msgspec.DecodeError as error:
         raise ValueError(
             f"schema: expected JSON of names to dtypes, got {value!r}: {error}"
@@ -250,35 +237,27 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _convert(source: str, values: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    """Check the type of each value; text from flags and environment is converted."""
-    types = {field.name: field.type for field in msgspec.structs.fields(Settings)}
-    found = {}
-    for name, value in values.items():
-        if name not in types:
-            meant = near(name.lower(), types)
-            hint = f"did you mean {meant[0]!r}? " if meant else ""
-            raise ConfigError(
-                f"{source}: unknown setting {name!r}; {hint}expected one of {', '.join(types)}"
-            )
-        try:
-            found[name] = msgspec.convert(value, types[name], strict=strict)
-            _check_bounds(name, found[name])
-        except ValueError as error:
-            what = f"{source}: {name} = {value!r}: {error}"
-            if get_origin(types[name]) is Literal:
-                what += f"; expected one of {', '.join(get_args(types[name]))}"
-            raise ConfigError(what) from error
+def _converted(source: str, name: str, value: Any) -> Any:
+    """Convert the text of a flag or variable to its setting's type."""
+    kind = _TYPES[name]
+    try:
+        found = msgspec.convert(value, kind, strict=False)
+        _check_bounds(name, found)
+    except ValueError as error:
+        what = f"{source}: {name} = {value!r}: {error}"
+        if get_origin(kind) is Literal:
+            what += f"; expected one of {', '.join(get_args(kind))}"
+        raise ConfigError(what) from error
     return found
 
 
-def _check_environment(environment: Mapping[str, str], names: Sequence[str]) -> None:
+def _check_environment(environment: Mapping[str, str]) -> None:
     """Refuse a variable that nearly matches a setting, instead of a silent pass."""
-    known = {_PREFIX + name.upper() for name in (*names, "config")}
+    known = {_PREFIX + name.upper() for name in _TYPES}
     for variable in sorted(environment):
         if not variable.startswith(_PREFIX) or variable in known:
             continue
-        meant = near(variable[len(_PREFIX) :].lower(), (*names, "config"))
+        meant = near(variable[len(_PREFIX) :].lower(), tuple(_TYPES))
         if meant:
             raise ConfigError(
                 f"{variable}: unknown setting; did you mean {_PREFIX}{meant[0].upper()}? "
@@ -286,43 +265,17 @@ def _check_environment(environment: Mapping[str, str], names: Sequence[str]) -> 
             )
 
 
-def _read_file(path: str) -> dict[str, Any]:
-    if sys.version_info < (3, 11):
-        raise ConfigError(
-            f"{path}: reading TOML needs Python 3.11 or newer, this is "
-            f"{sys.version.split()[0]}; give the settings as flags or SHMBUS_* variables"
-        )
-    import tomllib  # type: ignore[import-not-found,unused-ignore]
-
-    try:
-        with open(path, "rb") as file:
-            found: dict[str, Any] = tomllib.load(file)
-            return found
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: no TOML: {error}") from error
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}; expected a TOML file, or none: leave --config out"
-        ) from error
-
-
-def load(flags: Mapping[str, Any], environment: Mapping[str, str], path: str | None) -> Settings:
+def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     """Put the settings together."""
-    names = [field.name for field in msgspec.structs.fields(Settings)]
-    _check_environment(environment, names)
+    _check_environment(environment)
     values: dict[str, Any] = {}
-    if path is not None:
-        values.update(_convert(path, _read_file(path), strict=True))
-    for name in names:
+    for name in _TYPES:
         variable = _PREFIX + name.upper()
         if variable in environment:
-            values.update(_convert(variable, {name: environment[variable]}, strict=False))
-    for name in names:
+            values[name] = _converted(variable, name, environment[variable])
         if flags.get(name) is not None:
-            flag = "--" + name.replace("_", "-")
-            values.update(_convert(flag, {name: flags[name]}, strict=False))
-    build: Callable[..., Settings] = Settings
+            values[name] = _converted("--" + name.replace("_", "-"), name, flags[name])
     try:
-        return build(**values)
+        return Settings(**values)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error

@@ -37,7 +37,6 @@ from shmbus.base.arguments import (
     check_period,
     check_policy_version,
     check_rank,
-    check_share,
     check_split,
     check_timeout,
     clamp_request,
@@ -102,10 +101,6 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         With `sample_retries` its missing samples are requested first.
     max_policy_lag : int, optional
         Drop groups whose oldest sample lags more than this many versions behind `policy_version`.
-    stale_share : float, default 0
-        Keep such groups while at most this share, below 1, of each sample's trained tokens lags so
-        far, by the fields `token_versions` and `loss_mask`. A sample without `token_versions`
-        counts by its oldest version.
     skip_zero_variance : bool
         Drop complete groups of equal scores.
     duplicate : "drop" | "error"
@@ -195,7 +190,6 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         group_timeout: float | None = limits.GROUP_TIMEOUT_S,
         on_timeout: Literal["wait", "drop", "partial"] = "drop",
         max_policy_lag: int | None = None,
-        stale_share: float = 0.0,
         skip_zero_variance: bool = False,
         duplicate: Literal["drop", "error"] = "drop",
         max_stash_bytes: int | None = None,
@@ -223,7 +217,6 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             group_timeout_s=_or_none(check_period, "group_timeout", group_timeout),
             on_timeout=on_timeout,
             max_policy_lag=_or_none(check_count, "max_policy_lag", max_policy_lag, 0),
-            stale_share=check_share(stale_share, max_policy_lag),
             skip_zero_variance=check_flag("skip_zero_variance", skip_zero_variance),
             max_stash_bytes=_or_none(check_count, "max_stash_bytes", max_stash_bytes, 1),
             on_overflow=on_overflow,

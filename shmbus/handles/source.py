@@ -227,7 +227,6 @@ def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False
             "group_timeout": policy.group_timeout_s,
             "on_timeout": policy.on_timeout,
             "max_policy_lag": policy.max_policy_lag,
-            "stale_share": policy.stale_share,
             "skip_zero_variance": policy.skip_zero_variance,
             "duplicate": duplicate,
             "max_stash_bytes": policy.max_stash_bytes,
@@ -240,7 +239,4 @@ def stash_options(policy: StashPolicy, duplicate: str, *, only_set: bool = False
 
     options = named(policy, duplicate)
     defaults = named(StashPolicy(), "drop")
-    if policy.max_policy_lag is not None:
-        # a client with another share would give the same groups back for ever
-        del defaults["stale_share"]
     return {k: v for k, v in options.items() if not only_set or v != defaults.get(k)}

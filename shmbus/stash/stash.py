@@ -36,7 +36,6 @@ import msgspec
 from shmbus import errors
 from shmbus.base import limits
 from shmbus.batch.scores import are_equal
-from shmbus.batch.token_versions import is_stale
 from shmbus.data.keys import has_round, split_of
 from shmbus.stash.failures import FailingGroup, Failures, Reported, Request
 from shmbus_ext import _core
@@ -95,8 +94,6 @@ class StashPolicy(msgspec.Struct, frozen=True, kw_only=True):
     #: A group is stale if its oldest sample lags more than this many versions behind. Only for the
     #: split "train", like `skip_zero_variance`: other splits train nothing.
     max_policy_lag: int | None = None
-    #: Share of a sample's trained tokens, by `token_versions`, that may be older.
-    stale_share: float = 0.0
     #: Discard complete groups of equal scores: they give no gradient.
     skip_zero_variance: bool = False
     #: Ring bytes that incomplete groups may hold.
@@ -466,7 +463,7 @@ class Stash(Generic[S]):
         lag = self.policy.max_policy_lag
         if lag is None:
             return False
-        return is_stale(samples, policy_version - lag, self.policy.stale_share)
+        return any(sample.policy_version < policy_version - lag for sample in samples)
 
     def discard_leased(self, reason: Reason, group: GroupEntry[S]) -> None:
         """End a lease by discarding the group."""

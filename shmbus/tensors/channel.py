@@ -133,13 +133,7 @@ class TensorChannel:
         )
 
     @staticmethod
-    def group(
-        name: str,
-        *,
-        senders: int,
-        receivers: int,
-        slices: Mapping[str, int] | None = None,
-    ) -> ChannelGroup:
+    def group(name: str, *, senders: int, receivers: int) -> ChannelGroup:
         """Map an engine's sending ranks to a trainer's receiving ranks.
 
         Every rank passes equal counts. Equal counts are paired by rank. With more receivers, a
@@ -151,8 +145,6 @@ class TensorChannel:
             Channels are called ``NAME.sender.receiver``, by ranks.
         senders, receivers : int
             Counts of ranks; the larger count must be a multiple of the smaller.
-        slices : mapping of str to int, optional
-            Tensors sliced over the senders, with the dimension of the join.
 
         Returns
         -------
@@ -160,6 +152,4 @@ class TensorChannel:
             ``sender(rank, ...)`` and ``receiver(rank, specs=...)`` take the options of `create`
             and `open`.
         """
-        return ChannelGroup(
-            name, senders, receivers, slices, TensorChannel.create, TensorChannel.open
-        )
+        return ChannelGroup(name, senders, receivers, TensorChannel.create, TensorChannel.open)

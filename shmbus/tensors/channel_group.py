@@ -6,8 +6,6 @@ Invariants:
   its receivers by number, independent of the remaining receivers.
 - A dead receiver is reported once; then its steps wait for its successor while the remaining
   receivers continue.
-- Slices of a step are acknowledged together. After a death in between, steps acknowledged on some
-  channels are not handed out again from the remaining channels.
 """
 
 from __future__ import annotations
@@ -38,25 +36,18 @@ class ChannelGroup:
         name: str,
         senders: int,
         receivers: int,
-        slices: Mapping[str, int] | None,
         create: Callable[..., TensorSender],
         open: Callable[..., TensorReceiver],
     ) -> None:
         self.name = name
         self.senders = check_count("senders", senders)
         self.receivers = check_count("receivers", receivers)
-        self._slices = dict(slices or {})
         self._create, self._open = create, open
         many = max(self.senders, self.receivers)
         if many % min(self.senders, self.receivers):
             raise ValueError(
                 f"group {name!r}: expected the number of senders or receivers to be a multiple of "
                 f"the opposite number, got {senders} and {receivers}: uneven shares of the ranks"
-            )
-        if self._slices and self.receivers > self.senders:
-            raise ValueError(
-                f"group {name!r}: slices: expected a sender or more for each of the {receivers} "
-                f"receivers, got {senders}"
             )
         self._pairs = [(i * self.senders // many, i * self.receivers // many) for i in range(many)]
 
@@ -70,7 +61,7 @@ class ChannelGroup:
         """Become a receiver from one or more senders; options as of `TensorChannel.open`."""
         rank = check_int("rank", rank, 0, self.receivers - 1)
         names = [f"{self.name}.{s}.{r}" for s, r in self._pairs if r == rank]
-        return GroupReceiver(self.name, _all(self._open, names, options), self._slices)
+        return GroupReceiver(self.name, _all(self._open, names, options))
 
 
 def _all(make: Callable[..., Any], names: Sequence[str], options: Mapping[str, Any]) -> list[Any]:
@@ -172,28 +163,24 @@ def _may_receive(channel: TensorSender) -> bool:
 
 
 class GroupReceiver(_Side):
-    """A receiving rank of a group: steps of its senders in turn, or their slices joined."""
+    """A receiving rank of a group: steps of its senders in turn."""
 
     _channels: Sequence[TensorReceiver]
 
-    def __init__(
-        self, name: str, channels: Sequence[TensorReceiver], slices: Mapping[str, int]
-    ) -> None:
+    def __init__(self, name: str, channels: Sequence[TensorReceiver]) -> None:
         super().__init__(name, channels)
-        self._slices = slices
         self._item: StepItem | None = None
         self._turn = 0
 
     def recv(self, timeout: float | None = None) -> StepItem:
         """Wait for a step of the sender in turn, or of another sender with a step.
 
-        PeerGoneError reports a dead sender once; a repeated call serves the remaining senders, or
-        with slices waits for the successor. ChannelClosedError: every sender ended; with slices,
-        one sender, whose announcement of a skipped or failed step covers the whole step.
+        PeerGoneError reports a dead sender once; a repeated call serves the remaining senders.
+        ChannelClosedError: every sender ended.
         """
         if self._item is not None:
             self._item.drop()
-        self._item = self._joined(timeout) if self._slices else self._next(timeout)
+        self._item = self._next(timeout)
         return self._item
 
     def _next(self, timeout: float | None) -> StepItem:
@@ -229,33 +216,3 @@ class GroupReceiver(_Side):
         channel = self._channels[0]._channel
         channel.require_timeout(0.0 if timeout is None else timeout)
         return time.monotonic() + float(channel.timeout if timeout is None else timeout)
-
-    def _joined(self, timeout: float | None) -> StepItem:
-        """Receive the same step of every sender, and join its slices."""
-        deadline = self._deadline(timeout)
-        wanted = max(each.acked_step for each in self._channels) + 1
-        items: list[StepItem] = []
-        try:
-            for each in self._channels:
-                # Steps acknowledged on a second channel were trained on, or reported as skipped.
-                while each.acked_step + 1 < wanted:
-                    with contextlib.suppress(StepSkippedError, StepFailedError):
-                        each.recv(max(deadline - time.monotonic(), 0.0)).ack()
-                items.append(each.recv(max(deadline - time.monotonic(), 0.0), step=wanted))
-        except BaseException:
-            for item in items:
-                item.drop()
-            raise
-        joined = {
-            name: torch.cat([item[name] for item in items], self._slices[name])
-            if name in self._slices
-            else items[0][name]
-            for name in items[0]
-        }
-
-        def finish() -> None:
-            for item in items[1:]:
-                item.ack()
-            items[0]._finish()
-
-        return StepItem(self._channels[0]._channel, wanted, joined, items[0].meta, finish)

@@ -109,8 +109,7 @@ static const struct named_value constants[] = {
 
 static bool add_constants(PyObject *module) {
     const struct named_value *const tables[] = {
-        constants,                 py_advantages_constants,
-        py_waits_constants,
+        constants,                 py_waits_constants,
         py_channel_constants,      py_companion_constants,
         py_delivery_constants,     py_export_constants,
         py_extra_fields_constants, py_kernel_table_constants,
@@ -131,8 +130,7 @@ static bool add_constants(PyObject *module) {
 
 static bool add_functions(PyObject *module) {
     PyMethodDef *const tables[] = {
-        py_advantages_functions,       py_arrays_functions,
-        py_waits_functions,
+        py_arrays_functions,           py_waits_functions,
         py_channel_messages_functions, py_client_lease_functions,
         py_convert_functions,          py_declared_functions,
         py_delivery_functions,         py_end_lease_functions,
@@ -157,10 +155,10 @@ static bool add_objects(PyObject *module) {
     bool (*const add[])(PyObject *) = {
         py_inspect_add_objects,      py_group_add_objects,
         py_client_lease_add_objects, py_kernel_table_add_objects,
-        py_plan_add_objects,         py_advantages_add_objects,
-        py_delivery_add_objects,     py_waits_add_objects,
-        py_splits_add_objects,       py_plan_fields_add_constants,
-        py_arguments_add_constants,  py_gather_threads_add_constants,
+        py_plan_add_objects,         py_delivery_add_objects,
+        py_waits_add_objects,        py_splits_add_objects,
+        py_plan_fields_add_constants, py_arguments_add_constants,
+        py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

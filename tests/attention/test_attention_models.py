@@ -3,7 +3,6 @@
 import itertools
 import os
 import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ from torch import Tensor
 
 from trainer_adapter.attention import (
     arguments,
-    attention_backend,
     dispatch,
-    flash,
     native,
     register_with_transformers,
     transformers_inputs,
@@ -316,68 +313,6 @@ def test_the_operator_is_what_torch_expects_of_one(seed: int) -> None:
         torch.library.opcheck(
             varlen_operator, (*given, cu, cu, 30, 30, 0.25, -1, 0, return_lse, "sdpa")
         )
-
-
-@pytest.fixture
-def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-        softmax_scale: float | None = None, causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
-        deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
-    ) -> Any:  # fmt: skip
-        assert causal == (window_size == (-1, 0)) and return_attn_probs
-        out, lse = varlen_attention(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            scale=softmax_scale, window_size=window_size, enable_gqa=True, return_lse=True,
-            backend="sdpa",
-        )  # fmt: skip
-        return out, lse.masked_fill(lse == -torch.inf, torch.inf), None
-
-    module: Any = ModuleType("flash_attn")
-    module.__version__ = "2.8.3"
-    module.flash_attn_varlen_func = flash_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    flash.flash_function.cache_clear()
-    yield module
-    flash.flash_function.cache_clear()
-
-
-def test_flash_attn_is_equal(flash_attn: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    given = operands(seed, LENGTHS)
-    cu = borders(LENGTHS)
-    monkeypatch.setattr(dispatch, "flash_obstacle", lambda *facts: None)
-    assert attention_backend(*given[:2], 30, 30) == "flash"
-    for window in WINDOWS:
-        results = [
-            varlen_attention(
-                *given, cu, cu, 30, 30, window_size=window, enable_gqa=True, return_lse=True,
-                backend=backend,
-            )
-            for backend in ("flash", "sdpa")
-        ]  # fmt: skip
-        (out, lse), (wanted, right) = results
-        torch.testing.assert_close(out, wanted)
-        torch.testing.assert_close(lse, right)
-        for mine, theirs in zip(
-            *(torch.autograd.grad(out.sum() + lse.sum(), given) for out, lse in results),
-            strict=True,
-        ):
-            torch.testing.assert_close(mine, theirs)
-
-
-def test_an_older_flash_attn_and_none_at_all_say_so(flash_attn: Any, seed: int) -> None:
-    q, k, _ = operands(seed, LENGTHS)
-    with pytest.raises(ValueError, match="backend 'flash' cannot run here: it needs a CUDA device"):
-        attention_backend(q, k, 30, 30, backend="flash")
-    assert flash.flash_function()[0] is flash_attn.flash_attn_varlen_func
-    flash_attn.__version__ = "2.5.9"
-    flash.flash_function.cache_clear()
-    assert "needs flash-attn 2.6, this is 2.5.9" in flash.flash_function()[1]
-    sys.modules["flash_attn"] = None  # type: ignore[assignment]
-    flash.flash_function.cache_clear()
-    assert "not installed" in flash.flash_function()[1]
 
 
 def tiny(kind: str, seed: int, **more: Any) -> Any:

@@ -201,33 +201,6 @@ def test_a_killed_sender_is_named_once_and_the_other_goes_on(name: str) -> None:
     close(tx, successor, rx)
 
 
-def test_slices_of_a_step_are_joined_and_a_skip_of_one_is_the_steps(name: str) -> None:
-    group = TensorChannel.group(name, senders=2, receivers=1, slices={"h": 1})
-    specs = {"h": ("float32", (None, 2)), "ids": ("int64", (None,))}
-    tx = [group.sender(rank, specs=specs) for rank in (0, 1)]
-    rx = group.receiver(0, specs=specs)
-    whole = torch.arange(12.0).view(3, 4)
-    ids = torch.arange(3)
-    for rank in (0, 1):
-        tx[rank].send({"h": whole[:, 2 * rank :][:, :2].contiguous(), "ids": ids}, step=0)
-    with pytest.raises(RuntimeError, match="not trained"), rx.recv(30.0):
-        raise RuntimeError("not trained")
-    with rx.recv(30.0) as item:
-        assert torch.equal(item["h"], whole) and torch.equal(item["ids"], ids)
-        assert item.step == 0
-    tx[0].send({"h": whole[:, :2].contiguous(), "ids": ids})
-    tx[1].skip(reason="loss mask empty")
-    with pytest.raises(StepSkippedError, match="loss mask empty"):
-        rx.recv(30.0)
-    for rank in (0, 1):
-        tx[rank].send({"h": whole[:, :2].contiguous(), "ids": ids})
-    with rx.recv(30.0) as item:
-        assert item.step == 2
-    for rank in (0, 1):
-        assert tx[rank].state_dict() == {f"{name}.{rank}.0": 2}
-    close(*tx, rx)
-
-
 def test_a_resumed_group_repeats_and_skips_nothing(name: str) -> None:
     group = TensorChannel.group(name, senders=1, receivers=2)
     (tx,), rx = sides(group)
@@ -268,8 +241,6 @@ def test_one_rank_of_another_specification_is_told_on_both_sides_before_a_step(n
 def test_counts_that_do_not_divide_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of the opposite number, got 2 and 3"):
         TensorChannel.group("x", senders=2, receivers=3)
-    with pytest.raises(ValueError, match="slices: expected a sender or more for each of the 2"):
-        TensorChannel.group("x", senders=1, receivers=2, slices={"h": 0})
     with pytest.raises(ValueError, match="rank: expected 0 to 1, got 2"):
         TensorChannel.group("x", senders=2, receivers=2).sender(2)
 

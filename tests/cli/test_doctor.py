@@ -12,8 +12,8 @@ from shmbus.cli import doctor
 
 CHECKS = {
     "shm", "memory", "open_files", "locked_memory", "huge_pages", "kernel", "file_locks", "cpu",
-    "python", "shmbus", "numpy", "msgspec", "uvloop", "argcomplete", "prometheus_client",
-    "safetensors", "logout", "round_trip", "leftovers", "pools", "torch", "flash_attn",
+    "python", "shmbus", "numpy", "msgspec", "uvloop", "prometheus_client",
+    "safetensors", "logout", "round_trip", "leftovers", "pools", "torch",
 }  # fmt: skip
 
 

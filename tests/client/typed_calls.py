@@ -123,7 +123,6 @@ OnlineDataHandler("b", advantages="grpo")
 OnlineDataHandler("b", advantags="grpo")  # type: ignore[call-arg]
 OnlineDataHandler("b", extra_fields={"x": "token"})
 OnlineDataHandler("b", extra_fields={"x": "tokn"})  # type: ignore[dict-item]
-OnlineDataHandler("b", on_metrics=print)
 OnlineDataHandler("b", on_metric=print)  # type: ignore[call-arg]
 OnlineDataHandler("b", keep_group=lambda group: len(group) > 1)
 OnlineDataHandler("b", keep_group=1)  # type: ignore[arg-type]
@@ -157,8 +156,8 @@ group_advantages(scores, sizes=[4])
 group_advantages(scores, size=[4])  # type: ignore[call-overload]
 micro_batches(batch, max_tokens=9)
 micro_batches(batch, max_token=9)  # type: ignore[call-arg]
-balance([1], 1, fill_all=False)
-balance([1], 1, fill=False)  # type: ignore[call-arg]
+balance([1], 1)
+balance([1], "1")  # type: ignore[arg-type]
 by_budget([1], budget=1)
 by_budget([1], budget="1")  # type: ignore[arg-type]
 policy_loss(tensor, tensor, tensor, tensor, denominator=1.0)

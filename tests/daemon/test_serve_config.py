@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,27 +17,17 @@ from shmbus.cli import main
 from shmbus.daemon.config import ConfigError, Settings, load
 from shmbus.daemon.server import notify
 
-needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib before Python 3.11")
 
-
-@needs_toml
-def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(
-        'capacity = "1GiB"\ngroup_timeout = 5\nmax_producers = 8\nduplicate = "error"\n'
-    )
+def test_flags_win_over_the_environment() -> None:
     environment = {"SHMBUS_GROUP_TIMEOUT": "6", "SHMBUS_MAX_PRODUCERS": "9", "SHMBUS_OTHER": "x"}
-    settings = load({"max_producers": "10", "capacity": None}, environment, str(path))
-    assert settings == Settings(
-        capacity="1GiB", group_timeout=6.0, max_producers=10, duplicate="error"
-    )
+    settings = load({"max_producers": "10", "capacity": None}, environment)
+    assert settings == Settings(group_timeout=6.0, max_producers=10)
 
 
 def test_text_becomes_what_the_setting_is() -> None:
     settings = load(
         {"group_timeout": "1.5", "unlink_on_exit": True, "max_stash_bytes": "1MiB"},
         {"SHMBUS_SKIP_ZERO_VARIANCE": "true", "SHMBUS_MAX_POLICY_LAG": "3"},
-        None,
     )
     assert settings.group_timeout == 1.5 and settings.unlink_on_exit
     assert settings.skip_zero_variance is True and settings.max_policy_lag == 3
@@ -52,12 +41,6 @@ def test_text_becomes_what_the_setting_is() -> None:
         ({"on_timeout": "explode"}, {}, "--on-timeout.*expected one of wait, drop, partial"),
         ({"group_timeout": "0"}, {}, "group_timeout: expected more than 0"),
         ({"max_producers": "0"}, {}, "max_producers: expected 1 to 4096, got 0"),
-        ({"stale_share": "0.1"}, {}, "stale_share: expected max_policy_lag, which it eases"),
-        (
-            {"stale_share": "nan", "max_policy_lag": "1"},
-            {},
-            "stale_share: expected 0 or more, and less than 1, got nan",
-        ),
         ({"capacity": "12 parsecs"}, {}, "--capacity: capacity = '12 parsecs': size: expected"),
         ({}, {"SHMBUS_MAX_STASH_BYTES": "5"}, "SHMBUS_MAX_STASH_BYTES.*expected 4096 bytes to"),
         ({}, {"SHMBUS_LOG_FORMAT": "xml"}, "SHMBUS_LOG_FORMAT"),
@@ -72,7 +55,7 @@ def test_a_wrong_value_names_where_it_comes_from(
     flags: dict[str, str], environment: dict[str, str], match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match.replace("--", "--?")):
-        load(flags, environment, None)
+        load(flags, environment)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +65,6 @@ def test_a_wrong_value_names_where_it_comes_from(
         ("SHMBUS_GROUPTIMEOUT", "SHMBUS_GROUP_TIMEOUT"),
         ("SHMBUS_Group_Timeout", "SHMBUS_GROUP_TIMEOUT"),
         ("SHMBUS_MAX_POLICY_LAGS", "SHMBUS_MAX_POLICY_LAG"),
-        ("SHMBUS_CONFG", "SHMBUS_CONFIG"),
     ],
 )
 def test_a_variable_that_is_nearly_a_setting_ends_serve_with_status_2_and_makes_no_bus(
@@ -111,26 +93,7 @@ def test_other_variables_with_the_prefix_are_nobodys_error() -> None:
     }
     settings = {f"SHMBUS_{name.upper()}" for name in Settings.__struct_fields__}
     assert "SHMBUS_TEST_SEED" in ours
-    assert load({}, {**services, **dict.fromkeys(ours - settings, "x")}, None) == Settings()
-
-
-@needs_toml
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("capacty = 3\n", "unknown setting 'capacty'; did you mean 'capacity'?"),
-        ("group_timeout = '5'\n", "group_timeout"),
-        ("a = [", "no TOML"),
-    ],
-)
-def test_a_wrong_file_ends_serve_with_status_2_and_makes_no_bus(
-    tmp_path: Path, bus_name: str, capsys: pytest.CaptureFixture[str], text: str, match: str
-) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(text)
-    assert main(["serve", bus_name, "--config", str(path)]) == 2
-    assert match in capsys.readouterr().err
-    assert not Path(f"/dev/shm/shmbus.{bus_name}").exists()
+    assert load({}, {**services, **dict.fromkeys(ours - settings, "x")}) == Settings()
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,24 +156,6 @@ def test_a_schema_is_declared_and_one_that_is_there_must_be_the_same(
         other = spawn.module("shmbus", "serve", bus_name, "--schema", '{"tokens": "int64"}')
         assert other.wait() == 1
         assert "does not fit: schema: field 'tokens': schema= has int64" in other.output()
-
-
-@needs_toml
-def test_a_schema_may_be_a_table_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text('[schema]\ntokens = "int32"\nexperts = ["uint8", ["T", 48, 8]]\n')
-    declared = load({}, {}, str(path)).declared()
-    assert declared is not None
-    assert load({"schema": SCHEMA}, {}, str(path)).declared() != declared
-    assert [field[0] for field in declared.fields()] == ["tokens", "experts"]
-
-
-@needs_toml
-def test_a_file_that_is_not_there_is_wrong_usage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", "never-made", "--config", str(tmp_path / "none.toml")]) == 2
-    assert "none.toml: No such file or directory; expected a TOML file" in capsys.readouterr().err
 
 
 def test_a_bus_that_is_there_is_adopted_though_a_new_one_would_not_fit(

@@ -267,7 +267,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "advantages": CHOICE + of_value(None), "progress": of_type(3),
             "extra_fields": of_type(["x"], {3: "token"}) + ARRAY,
             "fields": of_type({"tokens": "t"}), "keep_group": of_type("dapo"),
-            "score_group": of_type(0.5), "on_metrics": of_type("wandb", {"reward": 3}),
+            "score_group": of_type(0.5),
             "pack_threads": COUNT + of_value(65), 
         },
     ),

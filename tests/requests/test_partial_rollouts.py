@@ -1,7 +1,6 @@
 """Rollouts that go on: what a worker had sampled goes back with the request, to the next one."""
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -288,100 +287,6 @@ def spanning(version_of: list[int], **more: Any) -> dict[str, Any]:
     return {**sampled(len(version_of)), "token_versions": versions, **more}
 
 
-def put_spanning(producer: Producer, key: str, version_of: list[int], **more: Any) -> None:
-    oldest, newest = min(version_of), max(version_of)
-    producer.put(
-        key, group_size=2, index=0, policy_version=(oldest, newest), **spanning(version_of, **more)
-    )
-    producer.put(key, group_size=2, index=1, policy_version=newest, **spanning([newest] * 3))
-
-
-@pytest.mark.parametrize(
-    ("share", "kept"),
-    [
-        (0.0, ["fresh"]),
-        (0.03, ["fresh", "one of 40"]),
-        (0.5, ["fresh", "one of 40", "half"]),
-        (0.9, ["fresh", "one of 40", "half", "most"]),
-    ],
-)
-def test_a_rollout_whose_share_of_old_trained_tokens_is_small_is_not_stale(
-    bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture, share: float, kept: list[str]
-) -> None:
-    with Consumer(bus.name, max_policy_lag=2, stale_share=share) as consumer:
-        consumer.policy_version = 10
-        put_spanning(producer, "fresh", [8] * 20 + [10] * 20)
-        put_spanning(producer, "one of 40", [7] + [9] * 39)
-        put_spanning(producer, "half", [3] * 20 + [8] * 20)
-        put_spanning(producer, "most", [7] * 31 + [10] * 9)
-        put_spanning(producer, "all", [7] * 40)
-        # As its producer says, who knows no token's version; and one by whose header it is fresh.
-        producer.put("unsaid", group_size=1, index=0, policy_version=(7, 10), tokens=PROMPT)
-        groups = consumer.take(10, timeout=10)
-        assert [group.instance_id for group in groups] == kept
-        consumer.ack(groups)
-        ledger = consumer.stats()
-        assert ledger.dropped["stale"] == 2 * (5 - len(kept)) + 1
-        assert ledger.balanced
-    assert "token_versions" not in caplog.text
-
-
-def test_the_share_is_of_a_continued_rollout_as_it_was_released_and_answered(
-    bus: Bus, producer: Producer
-) -> None:
-    offer(bus, groups=2)
-    with Consumer(bus.name, max_policy_lag=1, stale_share=0.25) as consumer:
-        for kept, rest in ((2, 8), (3, 7)):
-            request = next_request(producer)
-            producer.requests.release(request, spanning([1] * kept))
-            again = next_request(producer)
-            assert again.so_far is not None
-            whole = spanning([1] * kept + [4] * rest, score=1.0)
-            assert producer.requests.answer(again, **whole)
-        consumer.policy_version = 4
-        [group] = consumer.take(10, timeout=10)
-        assert (group.instance_id, group[0].policy_version) == ("q0", 1)
-        group.ack()
-        assert consumer.stats().dropped == {"stale": 1}
-
-
-def test_a_sample_of_rows_counts_all_of_them(bus: Bus, producer: Producer) -> None:
-    with Consumer(bus.name, max_policy_lag=1, stale_share=0.3) as consumer:
-        consumer.policy_version = 4
-        for key, old in (("few", 3), ("many", 4)):
-            rows = [spanning([1] * old), spanning([4] * (10 - old))]
-            producer.put(key, group_size=1, index=0, policy_version=(1, 4), rows=rows)
-        assert [group.instance_id for group in consumer.take(10, timeout=10)] == ["few"]
-
-
-@pytest.mark.parametrize(
-    ("versions", "what"),
-    [
-        (np.zeros(7, np.int64), r"int64 of shape \(7,\)"),
-        (np.full(44, np.nan, np.float32), r"float32 of shape \(44,\)"),
-        (np.full((44, 1), 9), r"int64 of shape \(44, 1\)"),
-    ],
-)
-def test_versions_that_fit_no_tokens_are_named_and_ease_nothing(
-    bus: Bus,
-    producer: Producer,
-    caplog: pytest.LogCaptureFixture,
-    versions: np.ndarray[Any, Any],
-    what: str,
-) -> None:
-    with Consumer(bus.name, max_policy_lag=2, stale_share=0.5) as consumer:
-        consumer.policy_version = 10
-        put_spanning(producer, "odd", [7] + [9] * 39, token_versions=versions)
-        put_spanning(producer, "good", [7] + [9] * 39)
-        assert [group.instance_id for group in consumer.take(10, timeout=10)] == ["good"]
-        assert consumer.stats().dropped == {"stale": 2}
-    [said] = [one.message for one in caplog.records if "token_versions" in one.message]
-    expected = r"group 'odd', sample 0: field 'token_versions': expected an integer for each token"
-    assert re.fullmatch(
-        rf"{expected}, of shape \(44,\), got {what}; all of it counts as of version 7", said
-    )
-
-
 def test_versions_that_fit_no_tokens_are_refused_from_who_continues(
     bus: Bus, producer: Producer
 ) -> None:
@@ -393,21 +298,3 @@ def test_versions_that_fit_no_tokens_are_refused_from_who_continues(
     with pytest.raises(ValueError, match=named):
         producer.requests.answer(request, **{**sampled(3), "token_versions": np.zeros(6, int)})
     assert producer.requests.answer(request, **sampled(3))
-
-
-@pytest.mark.parametrize(
-    ("share", "lag", "error", "message"),
-    [
-        (float("nan"), 2, ValueError, "stale_share: expected 0 or more, and less than 1, got nan"),
-        (1, 2, ValueError, "stale_share: expected 0 or more, and less than 1, got 1"),
-        (-0.1, 2, ValueError, "stale_share: expected 0 or more, and less than 1, got -0.1"),
-        ("0.1", 2, TypeError, "stale_share: expected a share of 0 to 1, got str"),
-        (True, 2, TypeError, "stale_share: expected a share of 0 to 1, got bool"),
-        (0.1, None, ValueError, "stale_share: expected max_policy_lag, which it eases, got none"),
-    ],
-)
-def test_a_share_that_says_nothing_is_refused(
-    bus: Bus, share: Any, lag: int | None, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        Consumer(bus.name, max_policy_lag=lag, stale_share=share)

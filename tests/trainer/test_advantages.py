@@ -101,13 +101,6 @@ def test_groups_never_touch(seed: int) -> None:
     assert (np.delete(before, range(4, 8)) == np.delete(after, range(4, 8))).all()
 
 
-def test_a_group_may_be_scattered_and_named_by_ids() -> None:
-    scores, ids = [1.0, 10.0, 3.0, 20.0, 30.0], ["", "b", "", "b", "b"]
-    assert group_advantages(scores, "dr_grpo", group_ids=ids) == [-1.0, -10.0, 1.0, 0.0, 10.0]
-    numbered = group_advantages(np.array(scores), "dr_grpo", group_ids=[0, 7, 0, 7, 7])
-    assert numbered.tolist() == [-1.0, -10.0, 1.0, 0.0, 10.0]
-
-
 def test_rows_are_groups_and_sizes_cut_a_flat_row() -> None:
     rows = np.array([[0.0, 2.0], [5.0, 5.0]])
     assert group_advantages(rows, "dr_grpo").tolist() == [[-1.0, 1.0], [0.0, 0.0]]
@@ -217,16 +210,11 @@ def test_what_makes_no_advantage_is_named(
         ({"sizes": [1, 10**400]}, TypeError, "sizes: expected integers"),
         ({"sizes": [[1], [1, 2]]}, ValueError, "sizes: expected rows of one length"),
         ({"sizes": np.ma.array([1, 1])}, TypeError, "sizes: .* MaskedArray"),
-        ({"group_ids": [[1], [1, 2]]}, ValueError, "group_ids: expected rows of one length"),
-        ({"group_ids": np.ma.array([1, 1])}, TypeError, "group_ids: .* MaskedArray"),
         ({"eps": 10**400}, ValueError, "eps: expected a finite number from 0 on"),
-        ({"group_ids": [1]}, ValueError, "one id for each of 2"),
-        ({"group_ids": [1, 1], "sizes": [2]}, ValueError, "got both; drop one"),
         ({"std": "torch"}, ValueError, "std: expected 'bessel'"),
         ({"eps": -1.0}, ValueError, "eps: expected a finite"),
         ({"eps": math.nan}, ValueError, "eps: expected a finite"),
         ({"eps": "small"}, TypeError, "eps: expected a number, got str"),
-        ({"group_ids": ["a", None]}, TypeError, "group_ids: expected integers or strings, got"),
     ],
 )
 def test_options_that_do_not_fit_are_named(

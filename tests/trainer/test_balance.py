@@ -10,7 +10,7 @@ import pytest
 from counted_work import instructions
 
 from trainer_adapter import balance as module
-from trainer_adapter.balance import _longest_first, _order, balance, by_budget
+from trainer_adapter.balance import balance, by_budget
 
 
 def sums(lengths: list[int], parts: list[list[int]]) -> list[int]:
@@ -69,7 +69,6 @@ def test_every_item_is_shared_out_once_within_the_bounds(mix: str, seed: int) ->
         assert len(shared) == parts and all(part == sorted(part) and part for part in shared)
         got = sums(lengths, shared)
         assert max(got) - min(got) <= max(lengths)
-        assert max(got) <= max(sums(lengths, _longest_first(lengths, parts, _order(lengths))))
         assert shared == balance(list(lengths), parts)
 
 
@@ -84,14 +83,6 @@ def test_the_fullest_part_is_within_grahams_bound_of_the_best(mix: str, seed: in
         )
 
 
-def test_the_case_that_longest_first_is_known_for_is_better_here() -> None:
-    # Graham's own: greedy gives 11 where 9 is possible.
-    lengths = [5, 5, 4, 4, 3, 3, 3]
-    assert max(sums(lengths, _longest_first(lengths, 3, _order(lengths)))) == 11
-    assert best(lengths, 3) == 9
-    assert max(sums(lengths, balance(lengths, 3))) <= 10
-
-
 def test_many_items_are_shared_out_almost_evenly(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [int(rng.lognormvariate(7, 0.8)) + 1 for _ in range(4096)]
@@ -103,7 +94,6 @@ def test_many_items_are_shared_out_almost_evenly(seed: int) -> None:
 def test_a_world_that_no_batch_can_fill_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parts: expected at most 2, one item.*got 3.*world_size"):
         balance([5, 5], 3)
-    assert balance([5, 5], 3, fill_all=False) == [[0], [1], []]
     with pytest.raises(ValueError, match="parts: expected 1 or more, got 0"):
         balance([1], 0)
     with pytest.raises(ValueError, match="lengths: expected 0 or more, got -2"):
@@ -131,9 +121,7 @@ def parts_by_scanning(lengths: list[int], budget: int) -> int:
         rooms[at:] = rooms[at:] or [budget]
         rooms[at] -= length
     counts = range(-(-sum(lengths) // budget), len(rooms))
-    divided = (
-        n for n in counts if max(sums(lengths, balance(lengths, n, fill_all=False))) <= budget
-    )
+    divided = (n for n in counts if max(sums(lengths, balance(lengths, n))) <= budget)
     return next(divided, len(rooms))
 
 

@@ -110,54 +110,6 @@ def test_truncated_samples_are_counted_from_the_first_call_on(bus: Bus, producer
         assert handler.metrics()["share/truncated"] == 0.5
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_callback_gets_each_batchs_figures(bus: Bus, producer: Producer, prefetch: int) -> None:
-    told: list[dict[str, float]] = []
-    with OnlineDataHandler(
-        bus.name, groups_per_batch=1, on_metrics=told.append, prefetch=prefetch
-    ) as handler:
-        for number in range(4):
-            put(producer, f"k{number}", [float(number), number + 1.0])
-            handler.ack(handler.next_batch(10))
-        assert [one["batches"] for one in told] == [1] * 4
-        assert [one["step"] for one in told] == [0, 1, 2, 3]
-        assert [one["reward/mean"] for one in told] == [0.5, 1.5, 2.5, 3.5]
-        assert handler.metrics()["batches"] == 4
-
-
-def test_each_kind_may_have_a_callback_of_its_own(bus: Bus, producer: Producer) -> None:
-    told: dict[str, dict[str, float]] = {}
-    with OnlineDataHandler(
-        bus.name,
-        groups_per_batch=1,
-        on_metrics={
-            "reward": lambda metrics: told.update(reward=metrics),
-            "drops": lambda metrics: told.update(drops=metrics),
-        },
-    ) as handler:
-        put(producer, "a", [1.0, 3.0])
-        handler.next_batch(10)
-        assert told["reward"] == {
-            "step": 0.0, "reward/mean": 2.0, "reward/std": 1.0, "reward/min": 1.0,
-            "reward/max": 3.0,
-        }  # fmt: skip
-        assert told["drops"]["drops/total"] == 0 and "reward/mean" not in told["drops"]
-
-
-def test_a_callback_that_raises_costs_no_batch(bus: Bus, producer: Producer) -> None:
-    def fails(metrics: dict[str, float]) -> None:
-        raise ConnectionError("the logger is away")
-
-    put(producer, "a", [1.0, 3.0])
-    with OnlineDataHandler(bus.name, groups_per_batch=1, on_metrics=fails) as handler:
-        with pytest.raises(ConnectionError, match="the logger is away"):
-            handler.next_batch(10)
-        batch = handler.next_batch(0)
-        assert batch.instance_ids == ["a", "a"] and batch.step == 0
-        handler.ack(batch)
-        assert handler.stats().acknowledged == 2
-
-
 def test_the_page_has_every_name(bus: Bus, producer: Producer) -> None:
     page = (ROOT / "docs" / "trainer.md").read_text()
     rows = page.partition("## Metrics")[2].partition("\n## ")[0]
@@ -182,9 +134,8 @@ def test_noted_differences_are_averaged_for_the_logger_and_the_newest_is_seen_be
 
     split = LogprobMismatch(*torch.tensor([0.1, 0.5, 0.01, 0.25, 0.02, 0.06, 0.75]))
     later = LogprobMismatch(*torch.tensor([0.3, 0.7, torch.inf, 0.125, *[torch.nan] * 3]))
-    told: list[dict[str, float]] = []
     with (
-        OnlineDataHandler(bus_name, groups_per_batch=1, on_metrics=told.append) as handler,
+        OnlineDataHandler(bus_name, groups_per_batch=1) as handler,
         OnlineDataHandler(bus_name, groups_per_batch=1, split="eval") as other,
         Producer(bus_name) as producer,
     ):
@@ -199,9 +150,9 @@ def test_noted_differences_are_averaged_for_the_logger_and_the_newest_is_seen_be
             "mean": 0.2, "p99": 0.6, "k3": 0.01, "clipped": 0.1875,
             "policy_change": 0.02, "precision_gap": 0.06, "gap_share": 0.75,
         }  # fmt: skip
-        for found in (handler.metrics(), told[0]):
-            got = {name[9:]: value for name, value in found.items() if name.startswith("mismatch/")}
-            assert got == pytest.approx(want)
+        found = handler.metrics()
+        got = {name[9:]: value for name, value in found.items() if name.startswith("mismatch/")}
+        assert got == pytest.approx(want)
         assert "mismatch/mean" not in handler.metrics()
         newest = seen()
         assert newest is not None

@@ -17,7 +17,7 @@ from conftest import Spawner, keys_of, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
-from trainer_adapter import Batch, FieldNames, OnlineDataHandler
+from trainer_adapter import Batch, OnlineDataHandler
 from trainer_adapter.handler.prefetch import Prefetcher
 
 
@@ -328,30 +328,3 @@ def test_threads_keep_the_ledger_balanced(bus: Bus, producer: Producer, seed: in
         sending.result()
         assert sorted(got) == sorted(f"k{number}" for number in range(300))
         assert (handler.stats().acknowledged, handler.stats().balanced) == (600, True)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_small_share_of_old_tokens_is_kept(bus: Bus, producer: Producer, prefetch: int) -> None:
-    for key, old in (("few", 1), ("many", 2)):
-        versions = np.array([1] * old + [4] * (5 - old))
-        put(producer, key, policy_version=(1, 4), token_versions=versions)
-    put(producer, "last", policy_version=5)
-    with OnlineDataHandler(
-        bus.name, groups_per_batch=1, max_policy_lag=3, stale_share=0.25, prefetch=prefetch
-    ) as handler:
-        handler.set_policy_version(4)
-        handler.give_back(handler.next_batch(10))
-        if prefetch:
-            fill(handler, 2)
-        handler.set_policy_version(5)
-        for key in ("few", "last"):
-            batch = handler.next_batch(10)
-            assert keys_of(batch) == [key]
-            handler.ack(batch)
-        with pytest.raises(TimeoutError):
-            handler.next_batch(0.3)
-        assert handler.stats().dropped == {"stale": 2}
-    with pytest.raises(ValueError, match=r"stale_share: .*=FieldNames\(loss_mask='mask'\)"):
-        OnlineDataHandler(
-            bus.name, max_policy_lag=3, stale_share=0.25, fields=FieldNames(loss_mask="mask")
-        )

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from shmbus.base.arguments import check_choice
 from trainer_adapter.attention.arguments import Call
-from trainer_adapter.attention.flash import call_flash, flash_obstacle
 from trainer_adapter.attention.native import (
     call_native,
     is_for_lengths_to_decide,
@@ -32,7 +31,7 @@ from trainer_adapter.attention.sdpa import attend_by_plan, differentiable_lse, l
 
 __all__ = ["Backend", "attention_backend", "is_native_of_any_length", "run_backend"]
 
-Backend = Literal["auto", "native", "flash", "sdpa"]
+Backend = Literal["auto", "native", "sdpa"]
 _BACKENDS: Final = get_args(Backend)
 
 
@@ -45,13 +44,12 @@ def attention_backend(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     backend: Backend = "auto",
-) -> Literal["native", "flash", "sdpa"]:
+) -> Literal["native", "sdpa"]:
     """Return the backend of `varlen_attention` for these arguments.
 
     ``"auto"`` takes the native kernel if it runs correctly: on CUDA from compute capability 8.0 on,
     in float16 and bfloat16, with torch 2.10 or later (windows and non-default scales from 2.11),
-    for supported head dimensions and windows. Otherwise flash-attn, if installed and able to run;
-    otherwise SDPA, which always runs.
+    for supported head dimensions and windows; otherwise SDPA, which always runs.
 
     Parameters
     ----------
@@ -63,7 +61,7 @@ def attention_backend(
     Returns
     -------
     str
-        ``"native"``, ``"flash"`` or ``"sdpa"``.
+        ``"native"`` or ``"sdpa"``.
 
     Raises
     ------
@@ -74,16 +72,10 @@ def attention_backend(
     if backend == "sdpa":
         return "sdpa"
     window = tuple(window_size)
-    obstacle = None
-    if backend != "flash":
-        default_scale = scale is None or scale == q.shape[-1] ** -0.5
-        obstacle = native_obstacle(q, k, max_q, max_k, default_scale, window)
-        if obstacle is None:
-            return "native"
-    if backend != "native":
-        obstacle = flash_obstacle(q, k, max_q, max_k, window)
-        if obstacle is None:
-            return "flash"
+    default_scale = scale is None or scale == q.shape[-1] ** -0.5
+    obstacle = native_obstacle(q, k, max_q, max_k, default_scale, window)
+    if obstacle is None:
+        return "native"
     if backend != "auto":
         raise ValueError(
             f"backend {backend!r} cannot run here: {obstacle}; pass backend='auto' or 'sdpa'"
@@ -108,27 +100,20 @@ def run_backend(
     """Attend by one backend, eagerly."""
     if chosen == "sdpa":
         return _run_sdpa(q, k, v, call, return_lse)
-    run = call_native if chosen == "native" else _call_flash
     for borders, rows, longest, name in call.sides(q, k):
         if _is_readable(borders):
             _checked_lengths(borders, len(rows), longest, name)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return run(q, k, v, call)[0]
+        return call_native(q, k, v, call)[0]
 
-    out, lse = run(q, k, v, call)
+    out, lse = call_native(q, k, v, call)
     return (out, differentiable_lse(q, k, lse, call.scale, attend)) if return_lse else out
 
 
 def _is_readable(borders: Tensor) -> bool:
     """Return True for borders on the host; for borders on the device the host would wait."""
     return borders.device.type == "cpu"
-
-
-def _call_flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    longest = (call.max_q, call.max_k)
-    return call_flash(q, k, v, call.borders_on(q.device), longest, call.scale, call.window)
 
 
 def _run_sdpa(

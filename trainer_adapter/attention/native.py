@@ -23,7 +23,6 @@ from trainer_adapter.attention.plan import UNLIMITED
 __all__ = [
     "call_native",
     "is_for_lengths_to_decide",
-    "kernel_obstacle",
     "native_entry",
     "native_obstacle",
 ]
@@ -69,22 +68,6 @@ def native_obstacle(
     entry = native_entry()
     if entry is None:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen, 2.10 has"
-    if (obstacle := kernel_obstacle(q, k)) is not None:
-        return obstacle
-    capability = torch.cuda.get_device_capability(q.device)
-    if q.shape[-1] > NATIVE_MAX_HEAD_DIM_ANYWHERE and capability not in ((8, 0), (9, 0)):
-        return f"on this GPU it needs a head dimension up to 192, got {q.shape[-1]}"
-    if "window_size" not in entry.parameters and window not in ((-1, -1), (-1, 0)):
-        return f"windows need torch 2.11, this is {torch.__version__}"
-    if "scale" not in entry.parameters and not default_scale:
-        return f"a scale of one's own needs torch 2.11, this is {torch.__version__}"
-    if is_for_lengths_to_decide(window) and max_q > max_k and not 0 < window[1] < max_k:
-        return f"window {window} with max_q {max_q} above max_k {max_k} is not what it computes"
-    return None
-
-
-def kernel_obstacle(q: Tensor, k: Tensor) -> str | None:
-    """Return the reason if no FlashAttention kernel takes these operands on a GPU; else None."""
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it needs float16 or bfloat16, got {q.dtype}"
     capability = torch.cuda.get_device_capability(q.device)
@@ -95,6 +78,14 @@ def kernel_obstacle(q: Tensor, k: Tensor) -> str | None:
         return f"it needs a head dimension that is a multiple of 8 up to 256, got {head_dim}"
     if q.numel() == 0 or k.numel() == 0:
         return "it needs at least one query and one key token"
+    if head_dim > NATIVE_MAX_HEAD_DIM_ANYWHERE and capability not in ((8, 0), (9, 0)):
+        return f"on this GPU it needs a head dimension up to 192, got {head_dim}"
+    if "window_size" not in entry.parameters and window not in ((-1, -1), (-1, 0)):
+        return f"windows need torch 2.11, this is {torch.__version__}"
+    if "scale" not in entry.parameters and not default_scale:
+        return f"a scale of one's own needs torch 2.11, this is {torch.__version__}"
+    if is_for_lengths_to_decide(window) and max_q > max_k and not 0 < window[1] < max_k:
+        return f"window {window} with max_q {max_q} above max_k {max_k} is not what it computes"
     return None
 
 

@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 BLOCK: Final = 128
 #: FlexAttention's kernels; they lack float64.
 _FLEX_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-_BACKENDS: Final = ("auto", "flex", "native", "flash", "sdpa")
+_BACKENDS: Final = ("auto", "flex", "native", "sdpa")
 
-PrefixBackend = Literal["auto", "flex", "native", "flash", "sdpa"]
+PrefixBackend = Literal["auto", "flex", "native", "sdpa"]
 
 
 def prefix_attention(
@@ -67,7 +67,7 @@ def prefix_attention(
         Number of visible tokens before a row; -1 without a limit.
     enable_gqa : bool
         Allow H_kv < H_q, for multiples of H_kv.
-    backend : {"auto", "flex", "native", "flash", "sdpa"}
+    backend : {"auto", "flex", "native", "sdpa"}
         "flex": `torch.nn.attention.flex_attention`, compiled, of a CUDA device with Triton. The
         remaining backends gather the keys of each path for `varlen_attention`.
 

@@ -38,7 +38,7 @@ def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend 
     ----------
     name : str
         Its name for ``attn_implementation``.
-    backend : {"auto", "native", "flash", "sdpa"}
+    backend : {"auto", "native", "sdpa"}
         As for `varlen_attention`.
 
     Returns

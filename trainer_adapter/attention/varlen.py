@@ -1,9 +1,9 @@
 """`varlen_attention`: checks the arguments, chooses a backend, and runs it.
 
-A packed batch is one row of tokens, its sequences end to end. Three backends give the same results:
-torch's own kernel (`native.py`), flash-attn if installed (`flash.py`), and
-`scaled_dot_product_attention` (SDPA) by a plan: one call for one sequence, or for several of like
-shape padded to one (`plan.py`, `sdpa.py`). `dispatch.py` chooses among them.
+A packed batch is one row of tokens, its sequences end to end. Two backends give the same results:
+torch's own kernel (`native.py`), and `scaled_dot_product_attention` (SDPA) by a plan: one call for
+one sequence, or for several of like shape padded to one (`plan.py`, `sdpa.py`). `dispatch.py`
+chooses between them.
 
 Invariants:
 
@@ -111,7 +111,7 @@ def varlen_attention(
         Allow H_kv < H_q, for multiples of H_kv.
     return_lse : bool
         Also return the log-sum-exp of the scaled scores.
-    backend : {"auto", "native", "flash", "sdpa"}
+    backend : {"auto", "native", "sdpa"}
         See `attention_backend`.
 
     Returns

@@ -26,7 +26,6 @@ import numpy as np
 import shmbus
 from shmbus.base.arguments import check_count
 from shmbus.batch.gather import FieldNames, MixedLogprobsError
-from shmbus.batch.token_versions import is_stale
 from trainer_adapter._arguments import ConsumerOptions, check_lengths, score_error
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.extra_fields import ExtraFields
@@ -43,9 +42,9 @@ logger = logging.getLogger(__name__)
 class SampleAge:
     """Age limit of single samples: a stale sample does not cost its group."""
 
-    def __init__(self, max_policy_lag: int, stale_share: float) -> None:
+    def __init__(self, max_policy_lag: int) -> None:
         self.consumer: shmbus.Consumer | None = None
-        self._lag, self._share = max_policy_lag, stale_share
+        self._lag = max_policy_lag
 
     @classmethod
     def of(cls, stale: Stale, options: ConsumerOptions) -> SampleAge | None:
@@ -58,12 +57,12 @@ class SampleAge:
                 f"stale_samples: expected a max_policy_lag with {stale!r}, got None; say from how "
                 "many versions on a sample is stale"
             )
-        return cls(check_count("max_policy_lag", lag, 0), options.get("stale_share", 0.0))
+        return cls(check_count("max_policy_lag", lag, 0))
 
     def __call__(self, sample: shmbus.Trajectory) -> bool:
         """Return True if the sample is too old."""
         assert self.consumer is not None
-        return is_stale([sample], self.consumer.policy_version - self._lag, self._share)
+        return sample.policy_version < self.consumer.policy_version - self._lag
 
 
 class Admission:
@@ -79,23 +78,16 @@ class Admission:
         malformed: Literal["raise", "drop"],
         truncated: Truncated,
         max_policy_lag: int | None,
-        stale_share: float,
         extra_fields: ExtraFields,
         keep_group: Callable[[ScoredGroup], object] | None = None,
     ) -> None:
-        if stale_share and fields.loss_mask != "loss_mask":
-            raise ValueError(
-                "stale_share: expected trained tokens to be those of the field 'loss_mask', got "
-                f"fields=FieldNames(loss_mask={fields.loss_mask!r}); name the field so, or leave "
-                "stale_share out"
-            )
         self._consumer = consumer
         self._planner = planner
         self._fields = fields
         self._tokens_per_batch = tokens_per_batch
         self._malformed = malformed
         self._truncated = truncated
-        self._max_policy_lag, self._stale_share = max_policy_lag, stale_share
+        self._max_policy_lag = max_policy_lag
         self._extra_fields = extra_fields
         self._keep_group = keep_group
         self._unread = UnreadFields(fields, extra_fields.sources)
@@ -153,7 +145,7 @@ class Admission:
         if self._max_policy_lag is None:
             return []
         bound = self._consumer.policy_version - self._max_policy_lag
-        return [g for g in groups if is_stale(g.trajectories, bound, self._stale_share)]
+        return [g for g in groups if any(t.policy_version < bound for t in g.trajectories)]
 
     def return_stale(self) -> None:
         """Give stale waiting groups to the Consumer, which drops and counts them."""

@@ -59,7 +59,7 @@ from trainer_adapter.handler.group_calls import (
     GroupScoring,
     ScoreGroup,
 )
-from trainer_adapter.handler.metrics import HandlerMetrics, OnMetrics, checked_on_metrics
+from trainer_adapter.handler.metrics import HandlerMetrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import DropNotes, Progress, describe_wait
@@ -130,7 +130,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         group. `truncated_groups` counts these dropped groups, found in the ledger under
         "malformed".
     stale_samples : "drop" | "mask" | "exclude"
-        Treatment of samples more than `max_policy_lag` versions behind, by `stale_share`: drop
+        Treatment of samples more than `max_policy_lag` versions behind: drop
         their whole group, or leave those samples alone out of the loss when their batch is packed,
         and under "exclude" out of the baseline.
     prefetch : int
@@ -145,10 +145,6 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         Further fields for `Batch.extra`: "token" (a row per token), "ragged" (rows joined),
         "sequence" (an array per sample, stacked) or "meta" (a value of the meta). `ExtraField` sets
         dtype, shape, and a fill for a sample without the field; else such a group is malformed.
-    on_metrics : callable, or dict of callables, optional
-        Called with separate `metrics` for each batch, before the trainer gets the batch, for
-        example ``wandb.log``; or a callable per kind, ``{"reward": ..., "lag": ...}``. `next_batch`
-        raises its exception, and returns the batch on the next call.
     keep_group : callable, optional
         Called with each group as a `ScoredGroup`. A false result drops the group, counts it as
         "filtered", and adds one to the groups to sample. For filters beyond equal scores, dropped
@@ -178,7 +174,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         `UnservedGroupError` is raised. A function runs in a separate thread under this limit, and
         when a batch without `prefetch` is awaited with a timeout.
     **consumer_options
-        As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag, stale_share,
+        As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag,
         skip_zero_variance, duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout,
         retry_backoff, on_failure, label, daemon, on_stall, stall_timeout, prompt_schema.
 
@@ -211,7 +207,6 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         prefetch: int = 0,
         progress: bool | TextIO = False,
         extra_fields: GivenExtraFields | None = None,
-        on_metrics: OnMetrics | None = None,
         keep_group: Callable[[ScoredGroup], object] | None = None,
         pack_threads: int | None = None,
         score_group: ScoreGroup | None = None,
@@ -224,7 +219,6 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
             layout=layout, malformed=malformed, truncated=truncated, stale_samples=stale_samples
         )
         check_consumer_options(consumer_options, OnlineDataHandler)
-        on_metrics = checked_on_metrics(on_metrics)
         check_for_ranks(world_size, truncated, keep_group)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
         on_device = check_packing(device, fields, advantages, prefetch)
@@ -300,14 +294,12 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
                 truncated=truncated,
                 # A shard never changes: every rank makes the same number of batches.
                 max_policy_lag=None if world_size > 1 else max_policy_lag,
-                stale_share=consumer_options.get("stale_share", 0.0),
                 extra_fields=options["extra_fields"],
                 keep_group=keep_group,
             )
             self._metrics = HandlerMetrics(
                 self._consumer,
                 self._planner,
-                on_metrics,
                 tokens_per_batch=tokens_per_batch,
                 groups_per_batch=groups_per_batch,
             )

@@ -7,7 +7,6 @@ Invariants:
 - Nothing waits for a device, except a read, and every `PENDING_MISMATCHES`-th comparison of
   logprobs.
 - Memory is bounded for any number of batches between two calls.
-- Each reader owns a meter: the calls of `metrics` and `on_metrics` take nothing from each other.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -41,13 +40,9 @@ __all__ = [
     "BatchMeter",
     "HandlerMetrics",
     "Moments",
-    "OnMetrics",
-    "checked_on_metrics",
 ]
 
 Metrics: TypeAlias = "dict[str, float]"
-Callback: TypeAlias = "Callable[[Metrics], object]"
-OnMetrics: TypeAlias = "Callback | Mapping[str, Callback]"
 
 logger = logging.getLogger(__name__)
 
@@ -63,23 +58,6 @@ PENDING_BATCHES: Final = 256
 PENDING_SAMPLES: Final = 16_384
 #: Comparisons of logprobs that may wait for their device.
 PENDING_MISMATCHES: Final = 64
-
-
-def checked_on_metrics(given: Any) -> OnMetrics | None:
-    """Check for None, a callable, or callables by kind; raise TypeError or ValueError."""
-    if given is None or callable(given):
-        return cast("Callback | None", given)
-    if not isinstance(given, Mapping) or not all(callable(one) for one in given.values()):
-        raise TypeError(
-            f"on_metrics: expected a callable, or a dict of them by kind, got {given!r}; "
-            "on_metrics=wandb.log for instance"
-        )
-    for kind in given:
-        if kind not in KINDS:
-            raise ValueError(
-                f"on_metrics: expected kinds among {', '.join(map(repr, KINDS))}, got {kind!r}"
-            )
-    return cast("Mapping[str, Callback]", given)
 
 
 class Moments(NamedTuple):
@@ -263,25 +241,23 @@ class BatchMeter:
 
 
 class HandlerMetrics:
-    """Counts the batches of a handler, for readers of figures and for callbacks."""
+    """Counts the batches of a handler."""
 
     def __init__(
         self,
         consumer: shmbus.Consumer,
         planner: BatchPlanner[Batch],
-        on_metrics: OnMetrics | None,
         *,
         tokens_per_batch: int | None,
         groups_per_batch: int | None,
     ) -> None:
-        self._consumer, self._planner, self._on_metrics = consumer, planner, on_metrics
+        self._consumer, self._planner = consumer, planner
         self._tokens_per_batch, self._groups_per_batch = tokens_per_batch, groups_per_batch
-        now_s, ledger = time.monotonic(), consumer.stats()
+        ledger = consumer.stats()
         self._dropped_before = ledger.groups_dropped
-        self._meter = BatchMeter(ledger, now_s)
-        self._told = None if on_metrics is None else BatchMeter(ledger, now_s)
+        self._meter = BatchMeter(ledger, time.monotonic())
         # Finding truncated samples costs a search of each meta.
-        self._counts_truncated = on_metrics is not None
+        self._counts_truncated = False
         self._measured: MadeBatch[Batch] | None = None
         self._mismatches: list[Tensor] = []
         #: After the copies of `_mismatches` from a device.
@@ -305,7 +281,7 @@ class HandlerMetrics:
         return {prefix + name: value for name, value in found.items()} if prefix else found
 
     def measure(self, waited_s: float) -> None:
-        """Count the first ready batch, once, and call `on_metrics`."""
+        """Count the first ready batch, once."""
         ready = self._planner.ready
         if not ready or ready[0] is self._measured or not isinstance(ready[0], MadeBatch):
             return
@@ -319,11 +295,7 @@ class HandlerMetrics:
         else:
             fill = len(first.planned) / (self._groups_per_batch or 1)
         version = self._consumer.policy_version
-        figures = BatchFigures(facts, version, truncated, fill, waited_s, first.packed_s)
-        self._meter.note(figures)
-        if self._told is not None:
-            self._told.note(figures)
-            self._tell(self._told)
+        self._meter.note(BatchFigures(facts, version, truncated, fill, waited_s, first.packed_s))
 
     def note_mismatch(self, figures: LogprobMismatch, engine: str, trainer: str) -> None:
         """Count a comparison of engine and trainer, once their device has computed it."""
@@ -350,8 +322,7 @@ class HandlerMetrics:
             named = zip(LogprobMismatch._fields, values, strict=True)
             finite = {name: value for name, value in named if math.isfinite(value)}
             self._newest = replace(self._newest, **finite)
-            for meter in filter(None, (self._meter, self._told)):
-                meter.note_mismatch({f"mismatch/{name}": value for name, value in finite.items()})
+            self._meter.note_mismatch({f"mismatch/{name}": value for name, value in finite.items()})
         if self._shows:
             self._show()
 
@@ -373,13 +344,3 @@ class HandlerMetrics:
         """Take back what observers were told; idempotent."""
         if self._notes is not None:
             self._notes.close()
-
-    def _tell(self, told: BatchMeter) -> None:
-        found = told.read(self._consumer.stats(), self._planner.step, time.monotonic())
-        on_metrics = self._on_metrics
-        if callable(on_metrics):
-            on_metrics(found)
-            return
-        for kind, callback in (on_metrics or {}).items():
-            own = {name: value for name, value in found.items() if name.startswith(f"{kind}/")}
-            callback({"step": found["step"], **own})

@@ -224,9 +224,6 @@ bool py_gather_threads_begin(PyObject *object, struct threads **threads);
 void py_gather_threads_finish(PyObject *object);
 
 /* Registered by module.c. */
-extern PyMethodDef py_advantages_functions[];
-extern const struct named_value py_advantages_constants[];
-bool py_advantages_add_objects(PyObject *module);
 extern PyMethodDef py_arrays_functions[];
 extern const struct named_value py_extra_fields_constants[];
 extern const struct named_value py_kernel_table_constants[];
