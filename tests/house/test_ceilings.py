@@ -6,7 +6,7 @@ from test_style import ROOT, tree
 CODE = (".py", ".pyi", ".c", ".h")
 #: Lines of code by top folder.
 CEILINGS = {
-    ("shmbus", "shmbus_ext", "trainer_adapter"): 110_790,
+    ("shmbus", "shmbus_ext", "trainer_adapter"): 110_800,
     ("tests",): 97_400,
     ("bench",): 9_000,
 }
