@@ -88,6 +88,8 @@ TRAINER_ADAPTER_ALL = [
     "group_advantages",
     "logprob_mismatch",
     "pack",
+    "pad_input",
+    "unpad_input",
     "varlen_attention",
 ]
 
