@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,6 +153,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if IS_WORKER:
         use_servers(session.config.workerinput["fork_servers"])  # type: ignore[attr-defined]
     gc.freeze()
+
+
+def _sockets() -> set[str]:
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return {target for target in found if target.startswith("socket:")}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail a file whose import leaves a socket open: its ResourceWarning comes after all tests."""
+    before = _sockets()
+    report = yield
+    if left := _sockets() - before:
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid}: open after the import: {sorted(left)}"
+    return report
 
 
 @pytest.fixture(autouse=True)

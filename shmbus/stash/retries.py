@@ -202,22 +202,7 @@ class Retries:
             if not self._free:
                 return
             row = self._free.pop()
-            id_, round, split = split_key(request.key)
-            _core.retry_publish(
-                self._segment,
-                row,
-                # Grows over collectors too: a claim always refers to the request its producer saw.
-                _core.monotonic_ns(),
-                id_,
-                _core.NO_ROUND if round is None else round,
-                split,
-                request.group_size,
-                request.need,
-                request.index,
-                request.attempt,
-                _text(request.reason),
-                request.late,
-            )
+            publish_row(self._segment, row, split_key(request.key), request, request.late)
         self._requests[row] = request
         self._row_of[at] = row
         self._failures.publish(request, now_s)
@@ -231,6 +216,32 @@ class Retries:
                 reason = f"producer {claimant - 1} died while it had it"
                 self._stash.fail_request(request, reason, now_s)
         self._dead_claims.clear()
+
+
+def publish_row(
+    segment: _core.Segment,
+    row: int,
+    group: tuple[str, int | None, int],
+    sample: Any,
+    late: bool = False,
+) -> None:
+    """Offer producers a failed sample, a Request or a relay's MissingSample."""
+    id_, round, split = group
+    _core.retry_publish(
+        segment,
+        row,
+        # Grows over collectors too: a claim always refers to the request its producer saw.
+        _core.monotonic_ns(),
+        id_,
+        _core.NO_ROUND if round is None else round,
+        split,
+        sample.group_size,
+        sample.need,
+        sample.index,
+        sample.attempt,
+        _text(sample.reason),
+        late,
+    )
 
 
 def _text(reason: str) -> bytes:

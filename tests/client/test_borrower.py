@@ -47,13 +47,12 @@ def put(bus: Bus, count: int, tokens: int = 100) -> None:
             )  # fmt: skip
 
 
-CONNECTION, _DAEMON = socket.socketpair()
-
-
 def receive(
     borrower: _core.Borrower, granted: list[messages.Granted]
 ) -> tuple[list[_core.ClientLease], list[int]]:
-    received = borrower.receive(granted, -1, {}, CONNECTION.fileno())
+    connection, daemon = socket.socketpair()
+    with connection, daemon:
+        received = borrower.receive(granted, -1, {}, connection.fileno())
     borrower.ready.clear()
     return received
 
