@@ -168,9 +168,10 @@ class WeightSubscriber(ClosedByWith):
 
         Parameters
         ----------
-        The caller's number: any version received by this subscriber after the number counts,
-        even a lower number, because training may have gone back. For a number never received, a
-        larger number counts, or a new life begun during the wait. None takes any.
+        newer_than : int, optional
+            The caller's number: any version received by this subscriber after the number counts,
+            even a lower number, because training may have gone back. For a number never received,
+            a larger number counts, or a new life begun during the wait. None takes any.
         timeout : float, optional
             Seconds; None waits for ever.
 
