@@ -43,7 +43,7 @@ def masks(seed: int, kind: str, unused: bool) -> list[Tensor]:
     tokens = torch.from_numpy(rng.random((6, 9)) < 0.6)
     tokens[0] = False
     tokens[1] = True
-    # Integers would be added up where both are set.
+    # Integers would add up if both exist.
     free = torch.from_numpy(rng.random((6, 9)) < 0.3) & ~tokens
     dtype = getattr(torch, kind)
     return [tokens.to(dtype), free.to(dtype)][: 1 + unused]

@@ -323,7 +323,7 @@ def test_the_log_sum_exp_is_float32_whatever_the_operands(dtype: torch.dtype, se
 
 
 def test_two_halves_of_the_keys_combine_by_their_log_sum_exps(seed: int) -> None:
-    # What context parallelism does; it is right only if the log-sum-exp has its gradient.
+    # As in context parallelism: right only with a gradient of the log-sum-exp.
     case = make_case([(6, 8), (3, 8)], (2, 2), seed)
     whole = packed(case, (-1, -1))
     half = torch.tensor([True] * 4 + [False] * 4).repeat(2)

@@ -64,7 +64,7 @@ def test_each_environment_has_a_list_of_what_it_needs_and_every_pin_is_in_the_co
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_what_is_sent_arrives_whole_and_once(name: str) -> None:
-    # More than any reader takes at once, however late it begins: one delivery has no rate.
+    # Beyond any reader's single take, however late its begin: one delivery has no rate.
     workload = Workload(trajectories=1024, tokens=2048, producers=2, capacity="4MiB")
     timed = moving.measure(installed(name).__name__, workload)
     assert 0 < timed.trajectories < 1024 and timed.seconds > 0

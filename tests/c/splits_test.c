@@ -1,4 +1,4 @@
-/* Labels of splits: one number each, whoever names them, and whoever dies at it. */
+/* Labels of splits: a number each, through any order of names and any death. */
 #define _GNU_SOURCE
 #include <pthread.h>
 

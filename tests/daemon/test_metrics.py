@@ -265,7 +265,7 @@ def test_a_thousand_slow_clients_keep_nobody_from_being_answered(
     with shmbus.Bus.create(bus_name, "1MiB"), contextlib.ExitStack() as stack:
         for number in range(1000):
             client = stack.enter_context(socket.create_connection((server.host, server.port)))
-            with contextlib.suppress(ConnectionError):  # a newer one has taken its place
+            with contextlib.suppress(ConnectionError):  # a newer connection took its place
                 client.sendall(sent)
             if number % 50 == 0:
                 assert get(server, "/healthz")[0] == 200

@@ -1,6 +1,6 @@
 """The ends of programs: a daemon and a gateway that are signalled twice, and a third life.
 
-A cell is (signal, what it held, what its other side did), as in cells.py.
+A cell is (signal, holdings, action of the other side), as in cells.py.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from conftest import Daemon, Spawner
 from endings import Task
 
 HERE = Path(__file__).parent
-#: Each signal with each other side; in the short form with one.
+#: Each signal with each other side; in the short form with a single one.
 ENDS = [
     (how, other)
     for (m, how), (n, other) in itertools.product(enumerate(SIGNALS), enumerate(OTHER_SIDES))

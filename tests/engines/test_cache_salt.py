@@ -214,5 +214,5 @@ def test_where_engines_run_other_numbers_only_no_two_requests_share_a_salt(bus: 
             weights.report_applied()
         bus.policy_version = 3
         assert producer.cache_salt == producer.cache_salt
-        bus.policy_version = 4  # said before any engine has it
+        bus.policy_version = 4  # announced before any engine's load
         assert producer.cache_salt != producer.cache_salt

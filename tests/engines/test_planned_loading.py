@@ -1,4 +1,4 @@
-"""An engine's loader runs once; what it did stands for it, bit for bit, or it is run again."""
+"""An engine's loader runs once; its recorded plan replaces it, bit for bit, or it runs again."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""Each example runs in its quick form, does what it says, leaves nothing, and is short."""
+"""Examples run in their quick form, keep their promise, leave nothing, and are short."""
 
 import importlib.util
 import re

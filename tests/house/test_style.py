@@ -184,7 +184,7 @@ def test_each_part_knows_only_what_it_should() -> None:
 
 
 def test_importing_shmbus_loads_no_torch() -> None:
-    # In an interpreter of its own: this one has loaded torch for other tests.
+    # In a fresh interpreter: this one loaded torch for earlier tests.
     code = "import shmbus, sys; print(sorted(m for m in sys.modules if m.startswith('torch')))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -286,7 +286,7 @@ def test_a_slow_run_goes_on(served: str, state: str, caplog: pytest.LogCaptureFi
         if state == "a pause":
             Bus.open(served).resume()
         with pytest.raises(StallError):
-            consumer.take(timeout=None)  # nobody is left who could go on
+            consumer.take(timeout=None)  # no process remains that could go on
 
 
 @pytest.mark.usefixtures("hasty")

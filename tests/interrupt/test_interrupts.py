@@ -77,7 +77,7 @@ def test_a_consumer_that_gets_signals_at_random_instants_loses_and_doubles_nothi
     assert (report["KeyboardInterrupt"], report["Alarm"]) == (count, count)
 
 
-#: Of these `make interrupts` has each step, and all other operations.
+#: Operations with every step in `make interrupts`, and the remaining operations.
 OFFER_STEP = 9
 HANDLED = [
     "next-stale",

@@ -7,7 +7,7 @@
 /* How a record comes into the ring, or does not; IDLE is a long while without one,
  * WHOLE fills an extent. */
 enum way { PUT, RESERVE, ABORT, JUMBO, IDLE, WHOLE };
-/* What a collector does besides; one that keeps leaves every other record unacknowledged. */
+/* Further steps of a collector; a keeping collector leaves every second record unacknowledged. */
 enum habit { PLAIN, SWEEPS, MOVES, KEEPS, DELIVERS };
 
 void produce(const enum way *ways, unsigned n);

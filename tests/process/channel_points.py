@@ -19,7 +19,7 @@ from shmbus.channel.receiver import Message
 
 STEPS = 6
 WAIT_S = 20.0
-#: Seconds after which the other side looks whether this one was killed, or has it go on.
+#: Seconds before the other side looks for a kill, or has this side go on.
 QUIET_S = 0.2
 
 POINTS = {

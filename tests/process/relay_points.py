@@ -72,7 +72,7 @@ def take(consumer: shmbus.Consumer, seen: Counter[str], faults: list[str]) -> No
 
 
 def audit(sources: list[str], sink: str, faults: list[str]) -> bool:
-    """Whether all is at rest; then the ledgers must balance."""
+    """Whether everything rests; then the ledgers must balance."""
     segment = lifecycle.open_segment(sink)
     left = len(_core.relay_notes(segment))
     segment.close()

@@ -19,7 +19,7 @@ _LETTERS_A_POINT = 16
 
 
 class Row(NamedTuple):
-    """A whole conversation; logprobs are 0 where the mask is."""
+    """A whole conversation; a mask of 0 has logprobs of 0."""
 
     tokens: list[int]
     mask: list[int]

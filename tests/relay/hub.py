@@ -86,9 +86,9 @@ class Node:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End all of it at once: its processes, its memory, its link."""
+        """End the whole at once: processes, memory, link."""
         if self.running:
-            os.kill(self.process.pid, signal.SIGKILL)  # and its child with it
+            os.kill(self.process.pid, signal.SIGKILL)  # its child goes along
         self.process.wait()
 
 

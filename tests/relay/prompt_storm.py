@@ -1,4 +1,4 @@
-"""Prompts of a bus under SIGKILL: each is made once, in any process."""
+"""Prompts of a bus under SIGKILL: made once each, in any process."""
 
 import contextlib
 import threading

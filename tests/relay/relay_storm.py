@@ -76,7 +76,7 @@ def sample(group: int, index: int) -> dict[str, Any]:
 
 
 def is_useless(group: int) -> bool:
-    """Whether its scores are equal: then the payload never leaves its source."""
+    """Whether its scores are equal: the payload then stays at the source."""
     return group % 10 == 9
 
 
@@ -168,9 +168,7 @@ class Storm:
         began = time.monotonic()
         buses = [shmbus.Bus.create(each, plan.capacity) for each in plan.sources + plan.trainers]
         with shmbus.Producer(plan.sources[1]) as producer:
-            producer.cancelled(
-                "none", round=0, split="other"
-            )  # "eval" gets a new number here
+            producer.cancelled("none", round=0, split="other")  # "eval" gets a new number here
         trainers = [threading.Thread(target=self.train, args=(name,)) for name in plan.trainers]
         try:
             for address in self.processes:

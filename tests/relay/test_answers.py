@@ -95,7 +95,7 @@ def test_own_names_are_compared(buses: dict[str, str], caplog: pytest.LogCapture
             wait_until(lambda count=count: sink.refused == count + 1)
             assert why in caplog.records[-1].getMessage()
             assert stats(buses["t"]).committed == 0 and len(state.wanted) == 8
-        # A message that has lost its block says nothing.
+        # A message without its block is ignored.
         forged(made, buses["t"], "x", payload=b"", origins=())
         forged(made, buses["t"], "x", payload=export(reader, ids[7:3:-1]), origins=())
         wait_until(lambda: len(state.wanted) == 4)

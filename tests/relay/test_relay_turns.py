@@ -19,7 +19,7 @@ from shmbus.relay.source_party import SourceParty
 
 pytest_plugins = ["relay.relay_fixtures"]
 
-#: More turns than any of these takes.
+#: More turns than any case takes.
 MOST_TURNS = 20_000
 
 
@@ -37,7 +37,7 @@ class Turns:
             self.boxes[to].put(packed, bytes(payload))
 
     def turn(self) -> None:
-        """Let each take what has come, and do what there is to do."""
+        """Let each party take its messages, and do its work."""
         for name, party in self.parties.items():
             for envelope in self.boxes[name].receive(0.0):
                 party.take(envelope)

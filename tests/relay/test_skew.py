@@ -1,4 +1,4 @@
-"""A source that is faster than the other: a trainer's bus never fills with halves of groups."""
+"""A source faster than its sibling: a trainer's bus never fills with halves of groups."""
 
 import tempfile
 import time

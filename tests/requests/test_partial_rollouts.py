@@ -147,7 +147,7 @@ def test_it_starts_anew_after_so_many_releases_or_when_it_is_too_old(
         request = next_request(producer)
         assert request.so_far is not None
         newer = sampled(3, 7)
-        newer["token_versions"][: len(PROMPT) + 1] = 3  # its oldest token is what counts
+        newer["token_versions"][: len(PROMPT) + 1] = 3  # the oldest token counts
         producer.requests.release(request, newer, max_lag=4)
         consumer.policy_version = 8
         request = next_request(producer)
@@ -197,7 +197,7 @@ def test_there_is_a_bound_and_a_damaged_file_costs_no_more_than_what_it_has(
     assert request.so_far is not None
 
 
-# A token behind the prompt is its place; its logprob says the version that it was sampled at.
+# A token behind the prompt is its place; its logprob tells the version of its sampling.
 WORKER = """
 import os, random, signal, sys
 import numpy as np, shmbus

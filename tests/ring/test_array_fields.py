@@ -175,7 +175,7 @@ def test_bools_are_welcome_in_masks_alone(bus: Bus) -> None:
 
 
 class Grows:
-    """A number that lengthens the list that it lies in, and frees what was there."""
+    """A number that lengthens its own list, and frees the list's old memory."""
 
     def __init__(self, victim: list[Any], how: str) -> None:
         self.victim, self.how = victim, how

@@ -140,7 +140,7 @@ def test_a_bus_that_was_filled_before_its_consumer_came_goes_on(
     with Bus.create(bus_name, "64KiB", extent_bytes=4096), Producer(bus_name) as producer:
         for _ in range(consumers_before):
             Consumer(bus_name).close()
-        # In each extent one sample that waits for its group, so that none becomes free by itself.
+        # A sample of an open group in each extent: none becomes free by itself.
         with pytest.raises(BusFullError):
             while True:
                 body = np.zeros(1500, np.int8)

@@ -67,7 +67,7 @@ def test_an_exception_in_a_block_whose_handle_was_closed_there_is_the_one_that_c
     with pytest.raises(KeyError, match="mine"), slot:
         producer.close()
         raise KeyError("mine")
-    # What was leased is delivered again; nothing was committed.
+    # Leased groups come again; nothing was committed.
     with Consumer(bus.name) as successor:
         [again] = successor.take(timeout=30.0)
         assert again.instance_id == "a"

@@ -46,7 +46,7 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 
 def sample(n: int = 5, **more: Any) -> dict[str, Any]:
-    """Make put's arguments for a sample of n tokens; a field that is None is left out."""
+    """Make put's arguments for a sample of n tokens, without fields of None."""
     fields: dict[str, Any] = {"tokens": list(range(n)), "logprobs": [0.0] * n, **more}
     given = {name: value for name, value in fields.items() if value is not None}
     return {"instance_id": "a", "group_size": 1, "index": 0, "timeout": 10.0, **given}

@@ -1,4 +1,4 @@
-"""Nothing is dropped without a line in the log: who, what, why, and what to do."""
+"""Every drop has a line in the log: group, reason, and remedy."""
 
 import logging
 import re

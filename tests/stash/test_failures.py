@@ -161,7 +161,7 @@ def test_an_aborted_sample_is_asked_for_alone_and_its_group_completes(
         assert (asked.instance_id, asked.round, asked.index, asked.split) == ("a", None, 2, "train")
         assert (asked.group_size, asked.need) == (4, 4)
         assert (asked.attempt, asked.reason, asked.fields) == (1, "out of memory", {})
-        assert first.requests.retries() == second.requests.retries() == []  # it is handed out once
+        assert first.requests.retries() == second.requests.retries() == []  # handed out once
         put(second, "a", 2)
         (group,) = take(consumer, 1)
         assert [t.index for t in group] == [0, 1, 2, 3] and group.complete

@@ -1,4 +1,4 @@
-"""A take on its usual way is one call into C: what leads off that way, and who waits where."""
+"""A usual take is a single call into C: detours, and waiting threads."""
 
 import gc
 import itertools
@@ -133,7 +133,7 @@ def test_each_group_goes_to_one_of_the_threads_that_take(bus: str) -> None:
     with Consumer(bus) as consumer, Producer(bus) as producer:
 
         def work(number: int) -> None:
-            # Some poll, and some sleep.
+            # Some poll, the rest sleeps.
             while sum(seen.values()) < groups:
                 taken = consumer.take(1 + number, 0.01 if number % 2 else 0)
                 with lock:

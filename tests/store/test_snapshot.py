@@ -1,4 +1,4 @@
-"""Snapshots: whole or not there at all; what comes back is what was there, once."""
+"""Snapshots: whole or absent; restored samples equal the saved ones, once."""
 
 import functools
 import json

@@ -56,11 +56,11 @@ def prompts_of(*names: str) -> dict[str, Any]:
 
 
 def test_a_cancelled_skyrl_call_takes_only_its_own_groups(bus: shmbus.Bus, seed: int) -> None:
-    """The wait for groups is a thread's; what that has is filed, though its call is cancelled."""
+    """A thread waits for groups; its groups are filed despite a cancelled call."""
     dice = random.Random(seed)
 
     def answer(producer: Any, request: Any) -> None:
-        time.sleep(0.002)  # so that groups come one by one
+        time.sleep(0.002)  # lets groups come singly
         producer.requests.answer(request, score=1.0, **GOOD)
 
     async def rounds(generator: GenerateByBus) -> None:

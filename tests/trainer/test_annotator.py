@@ -322,7 +322,7 @@ def test_what_was_written_for_a_group_that_has_ended_ends_with_the_next_life(bus
     put(bus, 2)
     with annotating(bus, timeout=0.2) as (columns, handler, annotator):
         handler.ack(annotated(handler, annotator, groups=2))
-        columns._used.clear()  # as after a death: nothing that was written is told to have ended
+        columns._used.clear()  # as after a death: ends of written columns go unreported
         columns.close()
     with (
         Columns(bus.name, REFERENCE, **SMALL) as columns,

@@ -90,7 +90,7 @@ def test_torch_dcp_saves_and_loads(bus: Bus, producer: Producer, tmp_path: Path,
         for batch in batches[:acks]:
             handler.ack(batch)
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
-        # What this one holds before it loads is of another shape than what was saved.
+        # Its batches before the load differ in shape from the saved ones.
         dcp.load({"data": handler, "weight": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
         assert (handler.step, producer.policy_version) == (2, 7)
         got = [*keys_of(handler.next_batch(10)), *keys_of(handler.next_batch(10))]

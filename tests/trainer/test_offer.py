@@ -460,7 +460,7 @@ def test_a_run_that_goes_back_in_one_process_trains_none_twice(bus: Bus) -> None
         handler.offer(prompts(10), group_size=2)
         handler.ack(handler.next_batch(30))
         state = handler.state_dict()
-        handler.ack(handler.next_batch(30))  # and its weights are lost
+        handler.ack(handler.next_batch(30))  # its weights are lost
         handler.load_state_dict(state)
         trained = train_all(handler)
         assert len(set(trained)) == len(trained) == 8
@@ -530,7 +530,7 @@ def shuffled() -> list[dict[str, Any]]:
 
 
 def work(name: str, path: Path, seed: int) -> None:
-    """Sample whatever is asked for; one in ten fails, and is noted before."""
+    """Sample every request; a tenth fails, after a note."""
     rng = random.Random(seed)
     with Producer(name) as producer, path.open("a", buffering=1) as failed:
         while (request := producer.requests.next()) is not None:
@@ -630,7 +630,7 @@ def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) ->
         for _ in range(3):
             batch = handler.next_batch(60)
             found[rank] += ids(batch)
-            out.append(batch)  # acknowledged at the end: what another rank holds is a batch
+            out.append(batch)  # acknowledged at the end: the second rank holds a batch
         for batch in out:
             handler.ack(batch)
 

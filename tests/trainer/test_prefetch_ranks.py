@@ -1,4 +1,4 @@
-"""Ranks that have shards ready: the same shards, each trained once, whoever dies in between."""
+"""Ranks with shards ready: the same shards, each trained once, through any death in between."""
 
 import json
 import random

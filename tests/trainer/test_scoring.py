@@ -241,7 +241,7 @@ GROUPS = 12
 
 
 def serve(path: str, dies_after: int) -> None:
-    """A reward model behind a socket; it is gone after so many answers."""
+    """A reward model behind a socket, gone after so many answers."""
     answers = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -313,7 +313,7 @@ def test_deaths_lose_and_mix_up_no_score(bus: Bus, producer: Producer, tmp_path:
 
 
 def run_trainer(name: str, path: str, log: Path, last_batch: int, place: str) -> None:
-    """Train until nothing comes any more; what is acknowledged is written down before."""
+    """Train until the flow ends; note each batch before its acknowledgement."""
     batches = 0
 
     async def score_group(group: shmbus.Group) -> list[float]:

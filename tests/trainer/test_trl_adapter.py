@@ -274,7 +274,7 @@ def test_evaluations_have_a_split(served: bool, bus_name: str, daemon: Callable[
 
 
 def sample_rows(bus: str, trainer: _SyncTrainer, *rows: dict[str, Any]) -> list[Any]:
-    """Sample rows of a data set, each as often as TRL does; returns what workers were told."""
+    """Sample rows of a data set as often as TRL does; return the workers' requests."""
     metas: list[Any] = []
     with answers(bus, metas=metas):
         assert trainer.rollout_func is not None

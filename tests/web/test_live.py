@@ -110,7 +110,7 @@ def facts_of_page(shown: Picture) -> Picture:
 
 
 def states_of_a_ledger(name: str, producer: Producer, served: bool) -> Iterator[str]:
-    """Bring a bus from state to state; yields what it is in."""
+    """Bring a bus from state to state; yield the states."""
 
     def put(key: str, *indices: int, size: int = 2, **more: Any) -> None:
         for index in indices:
@@ -172,7 +172,7 @@ def test_in_each_state_of_the_ledger_the_page_says_what_the_status_says(
             asked = time.time()
             for shown in pictures:
                 if shown["now"] < asked:
-                    continue  # it was on its way
+                    continue  # already under way
                 seen = [facts_of_status(to_builtins(read_status(bus_name))), facts_of_page(shown)]
                 if seen[0] == seen[1]:
                     break

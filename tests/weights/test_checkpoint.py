@@ -49,7 +49,7 @@ def test_every_bit_arrives_by_files_and_old_ones_go(tmp_path: Path) -> None:
             reader.wait(newer_than=10, timeout=0.1)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["latest", "version-10-00000004", "version-9-00000003"]
-    plain = load_file(tmp_path / "latest" / "model.safetensors")  # as any engine reads it
+    plain = load_file(tmp_path / "latest" / "model.safetensors")  # like any engine
     assert bits(plain["turned"]) == bits(model.turned)
 
 
@@ -109,7 +109,7 @@ def test_a_directory_has_one_publisher_at_a_time(tmp_path: Path) -> None:
     linked = tmp_path / "linked"
     linked.symlink_to(tmp_path)
     with publisher_of(many(3), tmp_path) as publisher:
-        begun = tmp_path / ".new-0123abcd"  # what it is about to write
+        begun = tmp_path / ".new-0123abcd"  # its unfinished folder
         begun.mkdir()
         with pytest.raises(BusBusyError, match="another publisher writes there"):
             publisher_of(many(3), linked)

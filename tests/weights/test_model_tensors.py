@@ -55,7 +55,7 @@ def test_what_the_trainer_has_not_tied_keeps_its_own_values(bus_name: str) -> No
 @pytest.mark.parametrize("carrier", ["shm", "memfd"])
 @pytest.mark.parametrize("patches", [False, True])
 def test_one_element_of_any_stride_arrives(bus_name: str, carrier: str, patches: bool) -> None:
-    """Such as a tensor's scale that is a row's end: torch says that it is contiguous."""
+    """For example a tensor's scale at a row's end: contiguous, by torch's word."""
     scales, places = torch.arange(8.0), torch.zeros(8)
     model = torch.nn.Module()
     model.register_buffer("scale", scales[3::2][:1])

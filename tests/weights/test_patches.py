@@ -392,7 +392,7 @@ def test_a_full_patch_of_a_rank_leaves_the_version_whole(
     how = []
     for version in range(6):
         step(model, made, 0.01)
-        if version == 2:  # all that rank 1 has, and no more
+        if version == 2:  # the whole part of rank 1
             with torch.no_grad():
                 for value in model.parameters():
                     value[-(value.shape[0] // 2) :] += 1

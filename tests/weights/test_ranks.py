@@ -225,7 +225,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(directory: Path) -> Iterator[Child]:
-    """All ranks, one behind the other: what takes the longest is to import torch for them."""
+    """Run every rank, in succession; importing torch for them takes the longest."""
     tasks = [f"publish:{bus_of(*how)}:{how[1]}:{how[0]}" for how in PUBLISHED]
     tasks += [f"read:{bus_of(*how)}:{world}:{layout}" for how in READ for layout, world in READERS]
     tasks.append(f"publish:{bus_of('memfd', 2)}:{EXPORTED}")

@@ -136,7 +136,7 @@ def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, Shared
 
 
 def generate(bus: str, threads: int, seconds: float, result: Any) -> None:
-    """Read in many threads; each pass has to meet one version."""
+    """Read in many threads; each pass has to meet a single version."""
     torch.set_num_threads(1)
     model = Tiny()
     found: list[set[float]] = []

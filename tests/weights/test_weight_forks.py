@@ -1,4 +1,4 @@
-"""Weights and forks: a child holds nothing, ends nothing, and says that it was forked."""
+"""Weights and forks: a child holds nothing, ends nothing, and reports the fork."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ CHILD_S = 30
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Do something in a forked child; return how that ended: 0 where it did not raise."""
+    """Do a task in a forked child; return its end: 0 without an exception."""
     pid = os.fork()
     if not pid:
         status = 1

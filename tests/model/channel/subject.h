@@ -11,7 +11,7 @@ enum { MAX_STEPS = 16 };
 
 typedef struct channel subject;
 
-/* What the scripts know of each other, to check each other by. */
+/* Mutual knowledge of the scripts, for checks. */
 struct ghost {
     uint8_t role[4];             /* of each process: side + 1 */
     uint8_t holder[2];           /* of each side: process + 1, from its claim to its leaving */

@@ -68,7 +68,7 @@ def two_nodes(directory: Path) -> Iterator[str]:
     finally:
         ray.shutdown()
         for node in nodes:
-            node.kill()  # and all that is in its namespaces
+            node.kill()  # with every process in its namespaces
             node.wait()
         made.shutdown()
 

@@ -22,7 +22,7 @@ STEPS = 16
 CAPACITY = "2MiB"
 #: Groups that a worker may be ahead: else the first to start fills the bus with its halves.
 MAX_LEAD = 32
-#: A trainer process that is slower than this has hung; most of it is the import of TRL.
+#: A slower trainer process hangs; importing TRL takes most of the time.
 DEADLINE_S = 240.0
 
 pytestmark = pytest.mark.timeout(900)

@@ -76,7 +76,7 @@ async def read(given: AsyncIterator[tuple[str, torch.Tensor]]) -> dict[str, torc
 
 
 def begin(senders: list[Any], receivers: list[Any]) -> None:
-    """What verl's manager does before each update."""
+    """Do the work of verl's manager before each update."""
     metadata = [each.prepare() for each in senders + receivers]
     sends, receives = type(senders[0]).build_topology(len(senders), len(receivers), metadata)
     for engines, arguments in ((senders, sends), (receivers, receives)):

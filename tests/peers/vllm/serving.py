@@ -112,7 +112,7 @@ class Server:
             Path(file).unlink(missing_ok=True)
 
     def _members(self) -> list[int]:
-        """Which processes it has; a session is all that it started."""
+        """Its processes: the session of its own starts."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(ValueError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""A real vLLM under 64 requests, updates and restarts: labels are what its logprobs say.
+"""A real vLLM under 64 requests, updates and restarts: labels agree with its logprobs.
 
 The check recomputes each answer's logprobs with the weights of each version, outside of vLLM.
 `SHMBUS_TEST_UPDATES` sets the updates, `SHMBUS_TEST_RESTART_EVERY` the updates between two
