@@ -4,8 +4,8 @@
     python examples/weights_in_flight.py one-copy     # trainer and server have the same memory
     python examples/weights_in_flight.py checkpoint   # files, for engines that reload by a path
 
-The server answers requests of 16 tokens without a pause. Each token shows which version it met; a
-mix of two would show as "torn". For servers of vLLM and SGLang see docs/weights.md.
+The server answers requests of 16 tokens without a pause. Each token shows its version; a mix of
+two would show as "torn". For servers of vLLM and SGLang see docs/weights.md.
 """
 
 from __future__ import annotations

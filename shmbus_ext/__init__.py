@@ -5,7 +5,7 @@ from importlib import import_module
 try:
     import_module("shmbus_ext._core")
 except ModuleNotFoundError as error:
-    # Only for the core itself: a missing dependency's own name says more.
+    # Only for the core itself: the name of a missing dependency says more.
     if error.name != "shmbus_ext._core":
         raise
     raise ImportError(
