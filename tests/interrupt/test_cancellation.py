@@ -1,4 +1,4 @@
-"""A task that is cancelled in `aput` or `wait_ready` has put nothing, and harms no other task."""
+"""A task cancelled in `aput` or `wait_ready` put nothing, and harms no other task."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ from shmbus import Bus, BusFullError, Consumer, Producer
 
 LARGE = np.zeros(20_000, np.uint8)
 
-#: Turns of the loop after which a task is cancelled: none of its waits lasts more of them before it
-#: sleeps in its thread.
+#: Turns of the loop before a cancellation: no wait takes more of them before its sleep in a
+#: thread.
 TURNS = 8
 
 

@@ -1,4 +1,4 @@
-"""Blocks that come to a trainer's bus: compared with what was asked for, or refused."""
+"""Blocks for a trainer's bus: compared with their request, or refused."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ pytest_plugins = ["relay.relay_fixtures"]
 
 
 def forged(made: LocalRelay, sink: str, source: str, **changes: Any) -> None:
-    """Send a block to a sink that waits for one, in its source's name."""
+    """Send a block to a waiting sink, in its source's name."""
     party: SinkParty = made.parties[sink]
     wanted = tuple(sorted(party.sink.wanted))
     payload = changes.pop("payload")
@@ -65,7 +65,7 @@ def test_a_wrong_block_is_refused(buses: dict[str, str], caplog: pytest.LogCaptu
 
 
 def test_own_names_are_compared(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
-    """As a source sends it: without names beside it, in any order, and once more as a double."""
+    """In a source's form: without names beside it, in any order, and doubled."""
     with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1)
         put_group([buses["a"]], 2)

@@ -74,7 +74,7 @@ def test_one_mirror_in_trouble_delays_the_others_by_little(who: str, how: str, r
     world.run(40.0)
     others = [at for (name, _), at in world.finished.items() if name != who]
     assert len(others) == 3
-    # What was under way to it, until it counted as standing still or behind.
+    # The pieces under way to it, until it counted as stalled or behind.
     assert max(others) - began_s < usual_s + 4 * STALL_S
     assert how != "stopped" or world.sent[SOURCE] < 1.2 * PIECES
     world.publish()

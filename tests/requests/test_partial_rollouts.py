@@ -1,4 +1,4 @@
-"""Rollouts that go on: what a worker had sampled goes back with the request, to the next one."""
+"""Continued rollouts: a worker's samples go back with the request, to the next worker."""
 
 import os
 import signal
@@ -169,7 +169,7 @@ def test_another_round_of_a_prompt_and_a_failed_sample_get_none_of_it(
         assert (request.attempt, request.so_far) == (1, None)
         producer.requests.release(request, sampled(3))
         request = next_request(producer)
-        producer.requests.answer(request, **sampled(4))  # it never looked
+        producer.requests.answer(request, **sampled(4))  # without a look
         (group,) = consumer.take(1, 10)
         group.ack()
         offer(bus)
@@ -282,7 +282,7 @@ def test_a_storm_of_releases_and_deaths_keeps_each_token_with_who_sampled_it(
 
 
 def spanning(version_of: list[int], **more: Any) -> dict[str, Any]:
-    """A prompt and tokens that were sampled by these versions; the prompt's count for nothing."""
+    """A prompt and tokens sampled by these versions; the prompt's version counts for nothing."""
     versions = np.array([0] * len(PROMPT) + version_of, np.int64)
     return {**sampled(len(version_of)), "token_versions": versions, **more}
 

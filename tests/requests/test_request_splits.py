@@ -14,7 +14,7 @@ from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
 
-# Takes one group of a split, acknowledges it, and looks at nothing more until it is killed.
+# Takes a group of a split, acknowledges it, and sleeps until killed.
 TRAINER = """
 import shmbus, sys, time
 consumer = shmbus.Consumer(sys.argv[1])

@@ -1,4 +1,4 @@
-"""The carrier of files: whole versions under one link, one writer at a time, whatever fails."""
+"""The carrier of files: whole versions under a link, a writer at a time, through any failure."""
 
 import os
 from pathlib import Path
@@ -126,7 +126,7 @@ def test_a_dtype_that_files_have_not_is_refused_before_a_version(tmp_path: Path)
     model = torch.nn.Module()
     model.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
     model.register_buffer("plain", torch.zeros(2))
-    model.register_buffer("__metadata__", torch.zeros(2))  # which would leave a file of no reader
+    model.register_buffer("__metadata__", torch.zeros(2))  # its file would be unreadable
     with pytest.raises(ManifestError, match=r"'wide': torch\.complex128") as caught:
         publisher_of(model, tmp_path / "files")
     assert len(caught.value.faults) == 2 and not (tmp_path / "files").exists()
@@ -159,7 +159,7 @@ def test_an_adapter_without_room_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_adapters_that_share_a_directory_remove_their_own_remains_alone(tmp_path: Path) -> None:
-    begun = tmp_path / ".new-run1-b-0123abcd"  # another trainer is in the middle of it
+    begun = tmp_path / ".new-run1-b-0123abcd"  # another trainer's unfinished folder
     left = tmp_path / ".new-run1-0123abcd"
     for each in (begun, left):
         each.mkdir()
