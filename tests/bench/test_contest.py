@@ -71,7 +71,7 @@ def test_what_is_sent_arrives_whole_and_once(name: str) -> None:
 
 
 def test_a_run_that_is_one_delivery_has_no_rate() -> None:
-    # Nothing goes before the reader has the whole group, since it takes complete ones only.
+    # Nothing goes before the reader's whole group: it takes complete groups only.
     with pytest.raises(MeasurementError, match="all 8 came at once"):
         moving.measure("bench.contenders.shmbus_embedded", Workload(trajectories=8, tokens=8))
 

@@ -256,7 +256,7 @@ static void ask(void) {
     }
 }
 
-/* Claims a request, gives it back, claims it for good. */
+/* Claims a request, gives the claim back, claims again for good. */
 static void take(void) {
     uint64_t claimant;
     struct retry_request copy;
@@ -269,7 +269,7 @@ static void take(void) {
     }
 }
 
-/* Whatever remained there, the next collector publishes in this entry, and a producer claims it. */
+/* Over any remains there, the next collector publishes in this entry, and a producer claims. */
 static void check_row_serves(uint32_t row, uint64_t number) {
     uint64_t claimant;
     struct retry_request copy;

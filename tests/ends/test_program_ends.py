@@ -18,7 +18,7 @@ from conftest import Daemon, Spawner
 from endings import Task
 
 HERE = Path(__file__).parent
-#: Each signal with each other side; in the short form with a single one.
+#: Each signal with every action of the other side; in the short form with a single action.
 ENDS = [
     (how, other)
     for (m, how), (n, other) in itertools.product(enumerate(SIGNALS), enumerate(OTHER_SIDES))
@@ -83,7 +83,7 @@ def test_what_a_daemon_had_is_found_by_its_successors(
             facts.append({"put": party.press(task, f"press{life}")})
             served.start()
         if other == "open":
-            # Its lease outlived two daemons.
+            # The lease outlived two daemons.
             (directory / "ack").touch()
             client.finish()
             facts.append({"acked": [*leased]})
@@ -126,7 +126,7 @@ def test_what_a_gateway_had_is_found_by_its_successors(
                 assert gateway.post("/scored_data", body).status == 200
                 awaited.append(number)
             if held == "batch" and life == 0:
-                # Read whole, and so the trainer's.
+                # Read whole, hence the trainer's.
                 connection.sendall(request_bytes("GET", "/batch"))
                 batch = read_answer(connection, has_body=True).json()["batch"]
                 given = [group["tokens"][0][0] for group in batch]

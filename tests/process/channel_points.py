@@ -18,7 +18,7 @@ from shmbus.channel.receiver import Message
 
 STEPS = 6
 WAIT_S = 20.0
-#: Seconds before the other side looks for a kill, or has this side go on.
+#: Seconds before the peer looks for a kill, or has this side go on.
 QUIET_S = 0.2
 
 POINTS = {
@@ -169,7 +169,7 @@ def after_a_receiver(name: str, side: Side, action: str) -> list[str]:
 
 
 def after_a_resumer(name: str, side: Side, action: str) -> list[str]:
-    """Resume after a sender that met its point while resuming."""
+    """Resume after a sender's own signal in a resume."""
     faults: list[str] = []
     side.finish()
     if action == "kill":

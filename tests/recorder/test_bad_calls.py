@@ -46,7 +46,7 @@ def failed_alone(session: shmbus.Session, scene: Scene) -> str:
 
 
 def broken_stream(session: shmbus.Session, body: dict[str, Any], path: str) -> None:
-    """Check that a call ends with 404, or with an error where its stream had begun."""
+    """Check a call's end: 404, or an error in a begun stream."""
     data = json.dumps(body).encode()
     request = urllib.request.Request(
         f"{session.base_url}/{path}", data, {"Authorization": f"Bearer {session.api_key}"}

@@ -16,7 +16,7 @@ REFUSED = "ConnectionRefusedError(111, 'port 8000')"
 
 
 class Lane:
-    """A lane of groups, a worker, and the stash that collects what it sends."""
+    """A lane of groups, a worker, and a stash as its collector."""
 
     def __init__(self, groups: int, size: int = 8, **policy: object) -> None:
         self.stash: Stash[Sample] = Stash(
@@ -200,7 +200,7 @@ def test_few_prompts_of_one_sample_outlive_an_engine_that_is_away(away_s: float)
 
 
 def test_a_new_collector_gives_up_nothing_for_failures_of_the_last_one() -> None:
-    """The last one may have excused them: what they count is not in their reports."""
+    """The last failure may have excused the earlier: reports do not tell."""
     lane = Lane(1, size=2)
     lane.new.clear()
     lane.put("000", 0)

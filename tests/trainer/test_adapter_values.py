@@ -182,7 +182,7 @@ def test_an_interrupted_ack_is_repeated_once(take: str, done: bool, bus: shmbus.
 
 
 def test_a_call_of_trl_that_ends_by_an_error_holds_no_other_group(bus: shmbus.Bus) -> None:
-    """What came beside the bad group, in one look, is of a call that nobody waits for."""
+    """Groups beside the bad group, from the same look, belong to an abandoned call."""
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), num_generations=1, max_completion_length=8,
         accelerator=SimpleNamespace(num_processes=1), processing_class=None,

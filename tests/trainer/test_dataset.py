@@ -65,7 +65,7 @@ def test_a_stateful_data_loader_resumes(bus: Bus, producer: Producer, prefetch: 
                 loader.load_state_dict(state)
             for _, batch in zip(range(2), loader, strict=False):
                 got += keys_of(batch)
-                # The second of each life is trained, saved, and not acknowledged.
+                # The second of each life is trained, saved, and left unacknowledged.
                 state = loader.state_dict()
                 if len(got) % 4 or len(got) == len(keys):
                     handler.ack(batch)
@@ -77,7 +77,7 @@ def test_a_stateful_data_loader_resumes(bus: Bus, producer: Producer, prefetch: 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("acks", [0, 2])
 def test_torch_dcp_saves_and_loads(bus: Bus, producer: Producer, tmp_path: Path, acks: int) -> None:
-    # Here and not above: it takes as long as torch, in each worker that collects this file.
+    # Imported late: as slow as torch, in each worker with this file.
     import torch.distributed.checkpoint as dcp
 
     keys = [f"k{number}" for number in range(8)]

@@ -281,7 +281,7 @@ def test_a_loader_of_batches_is_refused(bus: Bus) -> None:
 
 
 class Flaky:
-    """Raises before each third prompt; the next call gives it."""
+    """Raises before each third prompt; the next call returns the prompt."""
 
     def __init__(self, count: int) -> None:
         self.left = iter(prompts(count))
@@ -298,7 +298,7 @@ class Flaky:
 
 
 class Again:
-    """Can be begun again; the first pass raises in its midst."""
+    """Can begin again; the first pass raises in the middle."""
 
     def __init__(self, count: int) -> None:
         self.count, self.passes = count, 0
@@ -426,7 +426,7 @@ def test_the_same_call_goes_on_at_the_exact_prompt_on_a_new_bus(bus_name: str, k
 
 
 class Stateful:
-    """Has a state of its own, as torchdata's StatefulDataLoader."""
+    """Has its own state, like torchdata's StatefulDataLoader."""
 
     def __init__(self, count: int) -> None:
         self.data, self.at = prompts(count), 0
@@ -678,7 +678,7 @@ def test_ranks_train_all_that_fits(bus: Bus, daemon: Callable[..., Daemon], left
 
 
 def test_prompts_offered_after_a_checkpoint_are_trained_once(bus: Bus, tmp_path: Path) -> None:
-    """A snapshot has the samples of a prompt, and not that it was offered."""
+    """A snapshot keeps the samples of a prompt, and forgets the offer."""
     restored = f"{bus.name}-restored"
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, Producer(bus.name) as producer:
         handler.offer(data := prompts(3), ahead=1, group_size=1)

@@ -24,7 +24,7 @@ from shmbus.weights import (
 
 
 class Twice(torch.nn.Module):
-    """A tied head, and a layer that is there under two names."""
+    """A tied head, and a layer under two names."""
 
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_one_element_of_any_stride_is_shared(bus_name: str) -> None:
 
 
 def memory_in_one(kind: str) -> dict[str, torch.Tensor]:
-    """Return destinations of "a" [4, 6] and "b" [4, 6] that lie in one memory somehow."""
+    """Return destinations of "a" [4, 6] and "b" [4, 6] in shared memory of some layout."""
     whole = torch.zeros(8, 12)
     if kind == "one tensor":
         return {"a": whole[:4, :6], "b": whole[:4, :6]}
@@ -151,7 +151,7 @@ WAIT_S = 20.0
 
 
 class Wrapper(torch.Tensor):
-    """Has no memory; another tensor has its elements, as in libraries of quantised weights."""
+    """Has no memory; a second tensor holds its elements, as in libraries of quantised weights."""
 
     inner: torch.Tensor
 
@@ -225,7 +225,7 @@ Q = torch.arange(16.0).reshape(4, 4)
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """Free a tensor's storage and leave its shape, as FSDP does."""
+    """Free a tensor's storage and leave its shape, like FSDP."""
     tensor.untyped_storage().resize_(0)
     return tensor
 
