@@ -1,10 +1,10 @@
-"""Builds the one extension module, ``shmbus_ext._core``; all other metadata is in pyproject.toml.
+"""Builds the extension module ``shmbus_ext._core``; pyproject.toml holds all further metadata.
 
 Environment switches:
 
 - ``SHMBUS_DEBUG=1``: no optimisation, debug symbols, ``assert`` and the consistency checks on.
-- ``SHMBUS_SANITIZE=address,undefined``: those sanitizers, compiled and linked in.
-- ``SHMBUS_FAILPOINTS=1``: points at which tests kill or stop the process (failpoints.h), without
+- ``SHMBUS_SANITIZE=address,undefined``: the named sanitizers, compiled and linked in.
+- ``SHMBUS_FAILPOINTS=1``: points for tests to kill or stop the process (failpoints.h), without
   optimisation.
 - ``SHMBUS_WERROR=1``: stricter warnings, each an error.
 """
@@ -25,18 +25,17 @@ WERROR = os.environ.get("SHMBUS_WERROR", "") not in ("", "0")
 FAILPOINTS = os.environ.get("SHMBUS_FAILPOINTS", "") not in ("", "0")
 SANITIZE = os.environ.get("SHMBUS_SANITIZE", "")
 
-# System headers, so that a warning is always about a line of ours: a directory given by -isystem
-# is no longer searched as a plain -I directory, where setuptools puts it too.
+# System headers limit warnings to our lines: -isystem overrides the plain -I of setuptools.
 system_headers = [sysconfig.get_path("include"), sysconfig.get_path("platinclude")]
 system_headers = list(dict.fromkeys([*system_headers, numpy.get_include()]))
 
 compile_args = ["-std=c11", "-O3", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 for directory in system_headers:
     compile_args += ["-isystem", directory]
-# shm_open and friends lived in librt until glibc 2.34; the linker drops it where it is not needed.
+# shm_open and friends lived in librt until glibc 2.34; the linker drops an unneeded library.
 link_args = ["-pthread", "-Wl,--as-needed", "-lrt", "-lm"]
 macros = [
-    # Built against NumPy 2, runs with 1.26 (whose C API is that of 1.25).
+    # Built against NumPy 2, runs with 1.26 (C API of 1.25).
     ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),
     ("NPY_NO_DEPRECATED_API", "NPY_1_25_API_VERSION"),
 ]
@@ -48,7 +47,7 @@ if DEBUG:
     # The interpreter's own flags carry NDEBUG, which would silence assert.
     undefined_macros.append("NDEBUG")
 if FAILPOINTS:
-    # For tests alone, which compile it each time: that takes a fifth as long.
+    # For tests alone: compiling takes a fifth of the time.
     compile_args.append("-O0")
     macros.append(("SHMBUS_FAILPOINTS", "1"))
 if SANITIZE:
@@ -61,12 +60,12 @@ if WERROR:
     compile_args += ["-Wconversion", "-Werror"]
 
 
-# What users meet of the C code is described in these stubs alone; the build takes it from there.
+# The stubs alone describe the public C code; the build reads them.
 STUBS = sorted(glob("shmbus_ext/_public*.pyi"))
 
 
 def attributes_of(docstring: str) -> dict[str, str]:
-    """Return what a class's docstring says of each attribute, in one line."""
+    """Return the line of a class's docstring on each attribute."""
     _, _, rest = docstring.partition("Attributes\n----------\n")
     said: dict[str, str] = {}
     name = ""
@@ -82,7 +81,7 @@ def attributes_of(docstring: str) -> dict[str, str]:
 def documentation() -> str:
     """Return a C header of the stubs' docstrings: DOC_Writer, DOC_Writer_put and so on.
 
-    An attribute has one too, out of its class's: DOC_Trajectory_index.
+    An attribute's comes from its class's docstring: DOC_Trajectory_index.
     """
     lines = []
 
@@ -116,7 +115,7 @@ def documentation() -> str:
 
 
 class BuildExtension(build_ext):
-    """Compiles on every core, and by our flags alone where each warning has to count."""
+    """Compiles on every core; with warnings as errors, by our flags alone."""
 
     def build_extensions(self) -> None:
         """Compile and link; under SHMBUS_WERROR without the interpreter's own flags."""
@@ -124,10 +123,10 @@ class BuildExtension(build_ext):
         Path(self.build_temp, "public_docs.h").write_text(documentation())
         self.compiler.add_include_dir(self.build_temp)
         if WERROR:
-            # Some of the inherited flags switch warnings off; others only gcc understands.
+            # Some of the inherited flags switch warnings off; gcc alone understands the rest.
             cc = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
             self.compiler.set_executables(compiler_so=f"{cc} -fPIC")
-        # setuptools shares out extensions to cores, and there is one: its sources are shared out.
+        # setuptools spreads extensions over cores; for a single extension, spread its sources.
         compile_some = self.compiler.compile
 
         def compile_all(sources, **options):

@@ -1,7 +1,7 @@
 """A tiny end-to-end run of an installed shmbus, in an environment without PyTorch.
 
-Prints nothing and exits with status 0 if importing shmbus tries no torch, and one group of two
-trajectories goes from put to acknowledged.
+Prints nothing; exit status 0 proves an import of shmbus without torch, and a group of two
+trajectories on the whole way from put to acknowledged.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from importlib.abc import MetaPathFinder
 
 
 class TorchWatch(MetaPathFinder):
-    """Notes every attempt to import torch, also those that a try block would hide."""
+    """Notes every attempt to import torch, even within a try block."""
 
     attempts = 0
 
@@ -23,7 +23,7 @@ class TorchWatch(MetaPathFinder):
 
 
 def main() -> None:
-    """Import, send, receive, acknowledge, and look at what is left."""
+    """Import, send, receive, acknowledge, and check the leftovers."""
     watch = TorchWatch()
     sys.meta_path.insert(0, watch)
     import shmbus

@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__":
-    # Not at the top: a spawned process imports this module, and needs none of it.
+    # Imported late: a spawned process imports this module without need of the rows.
     from bench.suite import main
 
     sys.exit(main())

@@ -1,9 +1,9 @@
-"""The hot calls, one by one, under pytest-benchmark: comparable over commits.
+"""Hot calls under pytest-benchmark, comparable over commits.
 
-``make bench-calls`` runs it; ``pytest bench/calls.py --benchmark-autosave`` keeps the figures, and
-``--benchmark-compare`` sets them beside those of an earlier commit. Producer and consumer share one
-process here, so nothing waits for anybody: these are costs of calls, not of a hop. Each of them
-sends, takes and acknowledges whole rounds, and times one part.
+``make bench-calls`` runs this file; ``pytest bench/calls.py --benchmark-autosave`` keeps the
+figures, and ``--benchmark-compare`` sets them beside the figures of an earlier commit. Producer and
+consumer share a process and never wait: a figure is the cost of a call, without the hop between
+processes. A test sends, takes and acknowledges whole rounds, and times a single part.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from shmbus.stash.stash import Stash
 
 torch = pytest.importorskip("torch")
 
-#: Trajectories of a round: some groups, and well below the capacity.
+#: Trajectories of a round: several groups, well below the capacity.
 ROUND: Final = 64
 TOKENS: Final = 2048
 ROUNDS: Final = 300
@@ -36,7 +36,7 @@ ARRAYS: Final[dict[str, Any]] = {
 
 
 class Ends:
-    """A producer and a consumer of one bus, and rounds of whole groups between them."""
+    """Producer and consumer of a bus, with rounds of whole groups between them."""
 
     def __init__(self, name: str) -> None:
         self.producer = shmbus.Producer(name)
@@ -53,12 +53,12 @@ class Ends:
         ]  # fmt: skip
 
     def put(self, items: list[dict[str, Any]]) -> None:
-        """Put a round, one by one."""
+        """Put a round, a trajectory a call."""
         for item in items:
             self.producer.put(**item)
 
     def take(self) -> list[shmbus.Group]:
-        """Take all groups that are there."""
+        """Take all available groups."""
         return self.consumer.take(max_groups=ROUND, timeout=0.0)
 
 
@@ -72,7 +72,7 @@ def ends() -> Iterator[Ends]:
 
 
 def timed(benchmark: Any, call: Any, before: Any, after: Any = None) -> None:
-    """Time ``call(*before())`` by rounds; what ``before`` and ``after`` do is not timed."""
+    """Time ``call(*before())`` by rounds, without the time of ``before`` and ``after``."""
     benchmark.extra_info["trajectories"] = ROUND
     benchmark.pedantic(call, setup=before, teardown=after, rounds=ROUNDS, warmup_rounds=WARM_UP)
 

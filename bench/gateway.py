@@ -1,11 +1,11 @@
 """Processor time and memory of the HTTP gateway: ``python -m bench.gateway``.
 
-Needs atroposlib (``make test-peers`` makes such an environment). A round posts one group of 1.1 MB
-as an environment does, plain and by gzip, and takes the group as a trainer does, at both servers in
-turn. The figure: processor time of all threads of a server.
+Needs atroposlib (``make test-peers`` makes such an environment). A round posts a group of 1.1 MB,
+plain and gzipped, like an environment, and takes the group like a trainer, at both servers in turn.
+Figure: processor time of all threads of a server.
 
 ``--clients N`` measures memory instead: N clients post a group each at once, and a trainer takes
-batches of one group. Row: peak of the gateway's own memory, without the pages of the bus.
+batches of a single group. Row: peak of the gateway's private memory, without the pages of the bus.
 """
 
 import argparse
@@ -39,17 +39,17 @@ CAPACITY: Final = "256MiB"
 SEQUENCES: Final = 8
 TOKENS: Final = 4042
 ROUNDS: Final = 60
-#: Rounds that are not counted: imports, memory, caches.
+#: Uncounted rounds: imports, memory, caches.
 WARM_UP: Final = 5
 START_S: Final = 60.0
-#: Seconds without work after which a server has ended it, and how long that may take.
+#: Idle seconds after which a server's work counts as ended; longest wait for them.
 SETTLED_S: Final = 0.003
 SETTLE_S: Final = 1.0
-#: Bytes that a client hands to its socket at once.
+#: Bytes of a client's single write to its socket.
 PIECE: Final = 256 << 10
-#: A busy machine takes minutes; a client that is answered 503 sends its group again.
+#: Minutes, for a busy machine; a client answered with 503 sends its group again.
 CLIENT_TIMEOUT_S: Final = 1200.0
-#: Where a batch of one group has its first token, and how many bytes from its beginning that is.
+#: Marker before the first token of a batch with a single group, and its longest distance in bytes.
 HEAD_BYTES: Final = 200
 FIRST_TOKEN: Final = re.compile(rb'"tokens":\[\[(\d+)')
 SAMPLE_S: Final = 0.05
@@ -61,7 +61,7 @@ REGISTRATION: Final = {
 
 
 def group() -> dict[str, Any]:
-    """Return 8 sequences with 97,008 numbers, of which a third need all of their digits."""
+    """Return 8 sequences with 97,008 numbers; a third of the numbers need all of their digits."""
     dice = random.Random(1)
     tokens = [[dice.randrange(150_000) for _ in range(TOKENS)] for _ in range(SEQUENCES)]
     return {
@@ -73,10 +73,10 @@ def group() -> dict[str, Any]:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds that all threads of a process have been on a processor, once they have ended work.
+    """Return the processor seconds of all threads of a process, after the end of their work.
 
-    A server works on when its answer has arrived, and the kernel counts what a thread has used only
-    when it is interrupted or sleeps: read at once, a part of a request would count as the next's.
+    A server works on after its answer, and the kernel adds a thread's time only at interrupts and
+    sleeps: an early read would move time from this request to the next.
     """
     deadline = time.monotonic() + SETTLE_S
     before = -1
@@ -94,7 +94,7 @@ def cpu_s(pid: int) -> float:
 
 
 def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
-    """Ask once, over a new connection; returns the body as it came."""
+    """Send a request over a new connection; return the raw body of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     try:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -126,7 +126,7 @@ def server(argv: list[str], port: int) -> Iterator[int]:
 
 @contextmanager
 def removed(bus: str) -> Iterator[None]:
-    """Remove what a gateway on this bus leaves behind."""
+    """Remove the files of a gateway on this bus."""
     try:
         yield
     finally:
@@ -140,7 +140,7 @@ Spent = dict[str, dict[str, list[float]]]
 
 
 def _rounds(servers: dict[str, tuple[int, int]], rounds: int) -> Spent:
-    """Return milliseconds of each server for each POST and batch, the servers asked in turn."""
+    """Return milliseconds of each server for each POST and batch, with servers in turn."""
     sent = group()
     body = json.dumps(sent).encode()
     kinds: dict[str, tuple[bytes, dict[str, str]]] = {
@@ -177,7 +177,7 @@ TITLES: Final = {
 
 
 def body_of(megabytes: float) -> tuple[bytes, bytes]:
-    """Return a group of one sequence, cut where its first token is; all clients share the rest."""
+    """Return a group of a single sequence, cut at its first token; clients share the rest."""
     count = max(1, int(megabytes * 1e6 / 16))
     rest = ", ".join(str(100_000 + at % 50_000) for at in range(count))
     head, tail = b'{"scores": [1.0], "tokens": [[', f', {rest}]], "masks": [[0, {rest}]]}}'
@@ -185,7 +185,7 @@ def body_of(megabytes: float) -> tuple[bytes, bytes]:
 
 
 class Memory(threading.Thread):
-    """Watches how much memory a process has of its own."""
+    """Watches the private memory of a process."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -194,14 +194,14 @@ class Memory(threading.Thread):
         self.most_bytes = 0
 
     def own_bytes(self) -> int:
-        """Return what it has now, without files and shared memory."""
+        """Return the private bytes now, without files and shared memory."""
         for line in self._status.read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10
         return 0
 
     def run(self) -> None:
-        """Look until `stop`, and then once more, or until it has gone."""
+        """Look until `stop` and once more, or until the process ends."""
         with suppress(OSError):
             while True:
                 ended = self._ended.wait(SAMPLE_S)
@@ -210,13 +210,13 @@ class Memory(threading.Thread):
                     return
 
     def stop(self) -> None:
-        """Look no more."""
+        """End the looks."""
         self._ended.set()
         self.join()
 
 
 async def _post(port: int, head: bytes, tail: bytes) -> bytes:
-    """Post once; returns the status line."""
+    """Send a POST; return the status line of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     lines = (
         "POST /scored_data HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -225,7 +225,7 @@ async def _post(port: int, head: bytes, tail: bytes) -> bytes:
     writer.write(lines.encode() + head)
     view = memoryview(tail)
     for at in range(0, len(view), PIECE):
-        # A copy of a piece at a time: the transports of all clients hold as many.
+        # A piece at a time: the transports of all clients hold a copy of their piece.
         writer.write(bytes(view[at : at + PIECE]))
         await writer.drain()
     status = await reader.readline()
@@ -238,7 +238,7 @@ async def _post_all(port: int, clients: int, megabytes: float) -> list[bytes]:
 
     async def one(number: int) -> bytes:
         while True:
-            # A 503 that comes before the body was read may arrive as a reset: both are tried again.
+            # An early 503 may arrive as a reset: the client repeats after both.
             with suppress(ConnectionError):
                 status = await _post(port, head + str(number).encode(), tail)
                 if status and b" 503 " not in status:
@@ -249,12 +249,12 @@ async def _post_all(port: int, clients: int, megabytes: float) -> list[bytes]:
 
 
 def peak(clients: int, megabytes: float, capacity: str = CAPACITY) -> tuple[int, int]:
-    """Have clients post; return the gateway's own bytes before, and at the most.
+    """Have clients post; return the gateway's private bytes before the posts, and at their peak.
 
     Raises
     ------
     MeasurementError
-        A group did not come, or came twice.
+        A group was lost or doubled.
     """
     found: list[int] = []
     bus, port = f"bench-clients-{secrets.token_hex(4)}", free_port()
@@ -288,7 +288,7 @@ def peak(clients: int, megabytes: float, capacity: str = CAPACITY) -> tuple[int,
 
 
 def memory_rows(options: argparse.Namespace) -> list[Row]:
-    """Measure the peak of memory, beside the memory of an idle gateway."""
+    """Measure the peak of memory beside the memory of an idle gateway."""
     title = (
         f"the gateway's own memory, {options.clients} clients post {options.megabytes:g} MB each"
     )

@@ -1,8 +1,8 @@
-"""What the GPU path gives: ``python -m bench.gpu``, on a machine with a CUDA device.
+"""Rates of the GPU path: ``python -m bench.gpu``, on a machine with a CUDA device.
 
-*Gather*: records that lie in the ring become packed batches on the device, beside the pinned
-host-to-device rate of the same run; what crosses counts, 9 bytes a token for the gather and 25 for
-the other transports. Rates are of wall-clock time over many batches, two under way at a time.
+*Gather*: records of the ring become packed batches on the device, beside the pinned host-to-device
+rate of the same run. Counted are the bytes on the wire, 9 a token for the gather and 25 for the
+other transports. Rates are of wall-clock time over many batches, two under way at a time.
 """
 
 import argparse
@@ -30,14 +30,14 @@ __all__ = ["main"]
 
 #: Tokens of a record: 18 KB.
 TOKENS: Final = 2048
-#: Groups of a batch, by the name of its row; all that lie in the ring by turns of four for "large".
+#: Groups of a batch by row name; "large": the whole ring by turns of four.
 BATCHES: Final = {"64k": 4, "256k": 16, "1M": 64, "large": 0}
-#: Batches of a run at least, the same ones again where there are fewer: while the first is planned
-#: the device has nothing to do, which tells of a start and not of what follows.
+#: Least batches of a run, repeated if necessary: the device idles during the first plan, a cost of
+#: the start alone.
 LEAST_BATCHES: Final = 40
 WARM_UP: Final = 3
 REPETITIONS: Final = 20
-#: Bytes of one pinned copy: far beyond all that a launch costs.
+#: Bytes of a pinned copy: far beyond the cost of a launch.
 PINNED_BYTES: Final = 256 << 20
 
 
@@ -69,7 +69,7 @@ def _transfer(capacity: str, repetitions: int) -> list[Row]:
 
 
 def _fill(name: str, count: int) -> None:
-    """Put records that all differ, so that a wrong batch would show."""
+    """Put distinct records: a wrong batch shows."""
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, 150_000, TOKENS, np.int32)
     mask = (rng.random(TOKENS) < 0.9).astype(np.uint8)
@@ -127,7 +127,7 @@ def _one_transport(
 
 
 def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[int, float, float]:
-    """Bring all batches over, two under way; how many, seconds and processor seconds."""
+    """Transfer the batches, two under way; return their count, seconds and processor seconds."""
     rounds = -(-LEAST_BATCHES // len(batches))
     waiting: deque[Pending] = deque()
     torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def _run(packer: GpuPacker, batches: list[list[shmbus.Group]]) -> tuple[int, flo
 
 
 def _device_seconds(work: Callable[[], object], turns: int) -> list[float]:
-    """Seconds that the device needs for some work, by events on the current stream."""
+    """Return the device seconds of each turn of the work, by events on the current stream."""
     seconds = []
     for _ in range(turns + WARM_UP):
         events = [

@@ -1,12 +1,11 @@
-"""Instructions of the C core's hot path, counted by callgrind, whatever the machine's load.
+"""Instructions of the C core's hot path, counted by callgrind: independent of the machine's load.
 
 ``python -m bench.instructions check`` compiles ``c/hot_path.c`` with the core, counts, and compares
-with ``baselines.json``: exit status 1, and the operation's name, if one takes more than `TOLERANCE`
-above its baseline. ``record`` makes what was counted the baseline.
+with ``baselines.json``: exit status 1 and the operation's name for a count of more than `TOLERANCE`
+above its baseline. ``record`` stores the counts as the new baseline.
 
-Counts depend on what compiled them and on the C library; a baseline is kept for each compiler, and
-with another one there is nothing to compare with, which is said. They say nothing about caches,
-nor about time: `bench.suite` does.
+Counts depend on compiler and C library: the file keeps a baseline for each compiler, and an unknown
+compiler ends with a message. Counts say nothing about caches or time (see `bench.suite`).
 """
 
 import argparse
@@ -27,7 +26,7 @@ __all__ = ["OPERATIONS", "built", "compare", "count", "count_one", "main"]
 
 SOURCE: Final = PROGRAMS / "hot_path.c"
 BASELINES: Final = Path(__file__).with_name("baselines.json")
-#: Functions of hot_path.c, and how often a round calls each.
+#: Functions of hot_path.c with their calls a round.
 OPERATIONS: Final = {
     "op_put": 32,
     "op_reserve_and_commit": 32,
@@ -37,10 +36,10 @@ OPERATIONS: Final = {
     "op_release_a_group": 8,
     "op_gather": 1,
 }
-#: Rounds that are counted: enough to lease and free extents several times, and to fill each of the
-#: stash's groups once.
+#: Counted rounds: enough to lease and free extents several times, and to fill every group of the
+#: stash once.
 ROUNDS: Final = 640
-#: A regression: so much more than the baseline.
+#: Allowed growth over the baseline, as a share.
 TOLERANCE: Final = 0.03
 
 
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(baseline: dict[str, float], counts: dict[str, float]) -> tuple[list[str], list[str]]:
-    """Say how each count stands to its baseline, and which are more than `TOLERANCE` above it."""
+    """Return a line for each count beside its baseline, and the counts above `TOLERANCE`."""
     lines, regressions = [], []
     for name, value in counts.items():
         if name not in baseline:
@@ -95,7 +94,7 @@ def compare(baseline: dict[str, float], counts: dict[str, float]) -> tuple[list[
 
 
 def toolchain() -> str:
-    """Name what the counts depend on: compiler with version, C library, architecture."""
+    """Name the conditions of a count: compiler with version, C library, architecture."""
     compiles = compiler()
     version = run([*compiles, "-dumpfullversion", "-dumpversion"])[0].strip()
     libc = "-".join(platform.libc_ver())
@@ -103,19 +102,19 @@ def toolchain() -> str:
 
 
 def count(rounds: int = ROUNDS, operations: Mapping[str, int] = OPERATIONS) -> dict[str, float]:
-    """Return the instructions of one call of each operation, over so many rounds."""
+    """Return the instructions of a call of each operation, over so many rounds."""
     with built() as program:
         return {name: count_one(program, name, c, rounds) for name, c in operations.items()}
 
 
 @contextmanager
 def built() -> Iterator[Path]:
-    """Compile the hot path; yield the program, whose folder goes with it.
+    """Compile the hot path; yield the program, and remove its folder at the end.
 
     Raises
     ------
     CannotRun
-        There is no compiler, or no valgrind.
+        The compiler or valgrind is missing.
     """
     if shutil.which("valgrind") is None:
         raise CannotRun("there is no valgrind here; install it (Debian: apt-get install valgrind)")
@@ -126,7 +125,7 @@ def built() -> Iterator[Path]:
 
 
 def count_one(program: Path, name: str, calls: int, rounds: int) -> float:
-    """Count what lies within one function, with all that it calls."""
+    """Count the instructions of a function and its callees."""
     output = program.with_name(f"{name}.out")
     said, heard = run(
         [

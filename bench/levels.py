@@ -1,4 +1,4 @@
-"""How much is measured: to keep figures, for a quick check, or to see that it runs."""
+"""Amount of measurement: for kept figures, for a quick check, or for a smoke test."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -11,9 +11,9 @@ class Level:
     """Counts and durations of all rows."""
 
     repetitions: int
-    #: Of the copy around each run.
+    #: Size of the copy around a run.
     memcpy_bytes: int
-    #: Trajectories of a run: many times the bus, whose content at the first delivery was not timed.
+    #: Trajectories of a run: many times the bus, whose first content arrives untimed.
     hop_2048: int
     hop_16384: int
     hop_256: int

@@ -1,4 +1,4 @@
-"""The machine of a run: versions, processor, load, and what it lacks for a measurement."""
+"""Machine of a run: versions, processor, load, and missing parts."""
 
 import importlib.metadata
 import importlib.util
@@ -17,14 +17,14 @@ __all__ = ["describe", "lacks", "summary"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SHM: Final = "/dev/shm"
-#: Load from which on other work takes a part of what is measured.
+#: Load above which foreign work distorts a measurement.
 QUIET_LOAD: Final = 0.5
 
 
 def describe() -> dict[str, Any]:
-    """Return the facts of this machine and this moment, as what json can write.
+    """Return the facts of the machine at this moment, ready for json.
 
-    A copy of the tree without its history is told its commit by SHMBUS_COMMIT.
+    SHMBUS_COMMIT names the commit of a tree without history.
     """
     status = _git("status", "--porcelain")
     return {
@@ -46,7 +46,7 @@ def describe() -> dict[str, Any]:
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """Put the facts into a few lines of text, with a note where the machine was not quiet."""
+    """Return the facts as lines of text, with a note about a busy machine."""
     changed = " with changes" if facts["commit_changed_since"] else ""
     load = ", ".join(f"{value:.2f}" for value in facts["load_average"])
     lines = [
@@ -61,7 +61,7 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def lacks(*, cores: int = 1, shm_bytes: int = 0, modules: Sequence[str] = ()) -> str:
-    """Say what keeps a row from being measured here; nothing if nothing does."""
+    """Return the obstacle to a row on this machine; "" without an obstacle."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         return f"there is no {', '.join(missing)} here; pip install 'shmbus[bench-all,train]'"
@@ -76,7 +76,7 @@ def lacks(*, cores: int = 1, shm_bytes: int = 0, modules: Sequence[str] = ()) ->
 
 
 def _version(distribution: str) -> str | None:
-    # Not by importing it: the parent of all measurements has no use for torch's threads.
+    # Without an import: torch's threads would burden the parent of every measurement.
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -92,7 +92,7 @@ def _cpu() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """Ask git about this tree, without touching its index; None where there is no answer."""
+    """Ask git about this tree, without touching its index; return None without an answer."""
     if not (ROOT / ".git").exists():
         return None
     try:

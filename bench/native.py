@@ -1,4 +1,4 @@
-"""C programs of the benchmark: compiled when needed, by the compiler in ``CC`` or ``cc``."""
+"""C programs of the benchmark, compiled on demand by ``CC`` or ``cc``."""
 
 import os
 import shlex
@@ -14,21 +14,21 @@ from bench.processes import MeasurementError
 __all__ = ["CORE", "PROGRAMS", "ROOT", "CannotRun", "compile_program", "compiler", "run"]
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-#: Where the C programs of the benchmark lie.
+#: Folder of the benchmark's C programs.
 PROGRAMS: Final = Path(__file__).with_name("c")
-#: As setup.py compiles the extension.
+#: Flags of setup.py for the extension.
 RING_FLAGS: Final = ("-O3", "-Ishmbus_ext", "-DNDEBUG")
-#: Rooms of shmbus_ext that know no Python.
+#: Rooms of shmbus_ext without Python.
 CORE: Final = ("base", "ring", "stash", "batch")
 DEADLINE_S: Final = 300.0
 
 
 class CannotRun(MeasurementError):
-    """Something is missing here, or a program failed; the message says which."""
+    """A missing tool or a failed program; the message names the cause."""
 
 
 def compiler() -> list[str]:
-    """Return the command of the compiler, the file itself and not a name such as ``cc``."""
+    """Return the compiler's command with the resolved file in place of a name such as ``cc``."""
     try:
         command = shlex.split(os.environ.get("CC", "")) or ["cc"]
     except ValueError as error:
@@ -40,12 +40,12 @@ def compiler() -> list[str]:
 
 
 def compile_program(source: Path, program: Path, rooms: Sequence[str] = ()) -> None:
-    """Compile one file, with the rooms of the core (the sources without Python) that it calls.
+    """Compile a file with the Python-free rooms of the core under it.
 
     Raises
     ------
     CannotRun
-        There is no compiler, or it refused; the message has its words.
+        The compiler is missing or failed; the message quotes its output.
     """
     linked = [str(path) for room in rooms for path in sorted(ROOT.glob(f"shmbus_ext/{room}/*.c"))]
     more = [*RING_FLAGS, *linked] if rooms else ["-O2"]
@@ -54,20 +54,20 @@ def compile_program(source: Path, program: Path, rooms: Sequence[str] = ()) -> N
             *compiler(), "-std=c11", "-pthread", "-o", str(program), str(source), *more,
             "-lrt", "-lm",
         ],
-        # What a compiler that is ended leaves behind goes with the program's folder.
+        # The program's folder takes a killed compiler's leftovers along.
         TMPDIR=str(program.parent),
     )  # fmt: skip
 
 
 def run(argv: list[str], given: str = "", **environment: str) -> tuple[str, str]:
-    """Run a program in the checkout; return what it said on stdout and on stderr.
+    """Run a program in the checkout; return its stdout and stderr.
 
-    Libraries that are preloaded into this process are not preloaded into the program.
+    Libraries preloaded into this process stay out of the program.
 
     Raises
     ------
     CannotRun
-        It failed, or came to no end.
+        The program failed or ran past the deadline.
     """
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | environment
     with subprocess.Popen(
@@ -77,7 +77,7 @@ def run(argv: list[str], given: str = "", **environment: str) -> tuple[str, str]
         try:
             said, heard = process.communicate(given, DEADLINE_S)
         except BaseException as error:
-            # With all that it has started: a compiler is several programs.
+            # The whole process group: a compiler is several programs.
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise CannotRun(f"{shlex.join(argv)}: not done in {DEADLINE_S:g} s") from error

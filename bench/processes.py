@@ -3,8 +3,8 @@
 Invariants:
 
 - Every process is a fresh interpreter (spawn); tests fork processes from a template instead.
-- When `run_together` returns or raises, all processes that it started have ended.
-- Imports nothing beside the standard library, since every process of a measurement does.
+- `run_together` leaves no process behind, whether by return or exception.
+- The module imports the standard library alone: every process of a measurement loads the module.
 """
 
 import contextlib
@@ -37,32 +37,31 @@ __all__ = [
     "use_template",
 ]
 
-#: Seconds after which a group of processes is given up: far more than any needs on a busy machine.
+#: Deadline of a group of processes: far beyond the needs of a busy machine.
 DEADLINE_S: Final = 300.0
-#: Seconds that one call in a process may wait for another process, which may still import torch.
+#: Seconds a call in a process may wait for a second process, perhaps in its import of torch.
 STALL_S: Final = 60.0
 END_S: Final = 5.0
-#: Modules that the template has imported, by commas; no template without it. In the environment,
-#: so that the processes of contenders have it too.
+#: Modules of the template, by commas; empty: no template. An environment variable, to reach the
+#: processes of contenders too.
 TEMPLATE: Final = "SHMBUS_BENCH_TEMPLATE"
 
 
 class MeasurementError(Exception):
-    """A process failed, or was not done in time; the message says which, and what it said."""
+    """A failed or late process; the message has its name and its output."""
 
 
 def use_template(*modules: str) -> None:
-    """Fork all processes from a template with these modules, which is quick.
+    """Fork every process from a template with these modules: a fast start.
 
-    Not where a start or a first touch of memory is timed. Has to be called before the first process
-    is started.
+    Not for rows that time a start or a first touch of memory. Call before the first start.
     """
     os.environ[TEMPLATE] = ",".join(modules)
 
 
 @cache
 def context() -> SpawnContext | ForkServerContext:
-    """Return the context of all processes, of which shared events and counters are made too."""
+    """Return the context of processes, shared events and counters."""
     modules = os.environ.get(TEMPLATE)
     if not modules:
         return multiprocessing.get_context("spawn")
@@ -73,9 +72,9 @@ def context() -> SpawnContext | ForkServerContext:
 
 @dataclass(frozen=True)
 class Role:
-    """What one process does: ``function(start, *arguments)``, which calls ``start()`` when ready.
+    """Role of a process: ``function(start, *arguments)``, which calls ``start()`` when ready.
 
-    The function is one of a module's top level; what it returns has to pickle.
+    The function lies at the top level of a module; its result has to pickle.
     """
 
     function: Callable[..., Any]
@@ -83,7 +82,7 @@ class Role:
 
 
 class Started:
-    """A process with a role of its own, which runs until it ends or is ended."""
+    """A process with a role, running to its own end or to `end`."""
 
     def __init__(self, role: Role, barrier: Any = None, *, daemon: bool = True) -> None:
         self.name = role.function.__qualname__
@@ -91,7 +90,7 @@ class Started:
         self._process: BaseProcess = context().Process(
             target=_child, args=(there, barrier, role), daemon=daemon
         )
-        # A Ctrl-C reaches every process of the terminal; the parent ends its children by itself.
+        # A Ctrl-C reaches every process of the terminal; the parent ends its children itself.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
@@ -106,11 +105,11 @@ class Started:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the process still runs."""
         return self._process.is_alive()
 
     def result(self) -> Any:
-        """Return what its role returned, once `pipe` has something; raise what it failed with."""
+        """Return the role's result once `pipe` is readable; raise the role's failure."""
         try:
             done, result = self.pipe.recv()
         except EOFError:
@@ -123,7 +122,7 @@ class Started:
         return result
 
     def failure(self) -> str:
-        """Return what it failed with; nothing if it has not."""
+        """Return the role's failure; "" without a failure."""
         try:
             if self.pipe.poll():
                 self.result()
@@ -132,25 +131,25 @@ class Started:
         return ""
 
     def join(self, seconds: float) -> None:
-        """Wait until it has ended by itself."""
+        """Wait for the process to end by itself."""
         self._process.join(seconds)
 
     def end(self) -> None:
-        """End it by SIGKILL, and reap it."""
+        """Kill the process by SIGKILL, and reap the remains."""
         self._process.kill()
         self._process.join()
         self.pipe.close()
 
 
 def run_together(roles: Sequence[Role], deadline_s: float = DEADLINE_S) -> list[Any]:
-    """Run each role in a process of its own, and return their results in the same order.
+    """Run each role in its own process; return the results in the order of the roles.
 
-    Each calls ``start()`` once, which returns when all have called it.
+    Each role calls ``start()`` once; the call returns after the call of the last role.
 
     Raises
     ------
     MeasurementError
-        One of them raised, died, or ran past the deadline.
+        A role raised, died, or ran past the deadline.
     """
     barrier = context().Barrier(len(roles))
     started: list[Started] = []
@@ -178,12 +177,12 @@ def run_together(roles: Sequence[Role], deadline_s: float = DEADLINE_S) -> list[
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run one role in a process of its own, and return its result."""
+    """Run a role in its own process; return the result."""
     return run_together([Role(function, arguments)])[0]
 
 
 def processor_s(pid: int) -> float:
-    """Return the processor seconds of all threads of a process, as the scheduler counts them."""
+    """Return the processor seconds of all threads of a process, by the scheduler's count."""
     nanoseconds = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -192,12 +191,12 @@ def processor_s(pid: int) -> float:
 
 
 def sleeps(pid: int) -> bool:
-    """Tell if a process neither runs nor wants to."""
+    """Tell if a process sleeps, without a wish to run."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def descendants(root: int) -> list[int]:
-    """Return the pids of all living descendants of a process."""
+    """Return the pids of a process's living descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,8 +1,7 @@
-"""What the programs of the benchmark have in common: their options, their result, their end.
+"""Common parts of the benchmark's programs: options, result, end.
 
-Invariants: a path that cannot be written is refused before anything is measured; figures that
-cannot be written in the end are printed; SIGTERM ends a program as an exception does, so that its
-processes and segments are cleaned up.
+Invariants: a program checks output paths before the first measurement, prints figures after a
+failed write, and ends at SIGTERM as by an exception, with its processes and segments removed.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from shmbus.base.arguments import parse_size
 
 __all__ = ["at_least_one", "capacity", "command", "file", "finish", "parser_of", "run"]
 
-#: Said below figures that only show that a program runs.
+#: Note below the figures of a smoke test.
 TINY = "NOTE: --tiny only shows that each row can be measured; its figures mean nothing."
 
 
@@ -34,7 +33,7 @@ def at_least_one(text: str) -> int:
 
 
 def capacity(text: str) -> str:
-    """Read the capacity of a bus, as argparse's ``type``; it stays a text."""
+    """Read the capacity of a bus, as argparse's ``type``; the result stays a text."""
     try:
         parse_size(text, "")
     except ValueError as error:
@@ -43,7 +42,7 @@ def capacity(text: str) -> str:
 
 
 def file(text: str) -> Path:
-    """Read the path of a file that is to be written, as argparse's ``type``."""
+    """Read the path of an output file, as argparse's ``type``."""
     path = Path(text)
     place = path.resolve().parent
     if path.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
@@ -54,14 +53,14 @@ def file(text: str) -> Path:
 
 
 def command(name: str) -> str:
-    """Return what starts a program: one of this folder, or a path of the repository."""
+    """Return the start command of a program: a module of this folder, or a repository path."""
     if name == "bench":
         return "shmbus bench"
     return f"python {name}" if name.endswith(".py") else f"python -m bench.{name}"
 
 
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Make the parser of a program, with the options of all of them."""
+    """Make the parser of a program, with the common options."""
     parser = argparse.ArgumentParser(
         prog=command(name), description=(description or "").split("\n")[0]
     )
@@ -78,7 +77,7 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
 def finish(
     name: str, options: argparse.Namespace, facts: dict[str, Any], rows: Sequence[Row]
 ) -> int:
-    """Print the table and write the JSON; exit status 1 where nothing could be measured."""
+    """Print the table and write the JSON; return exit status 1 without a single value."""
     print(f"\n{table(rows)}")
     if options.tiny:
         print(f"\n{TINY}")

@@ -1,10 +1,10 @@
-"""Several ranks behind one daemon: ``python -m bench.ranks``, for a machine with many cores.
+"""Several ranks behind a daemon: ``python -m bench.ranks``, for a machine with many cores.
 
-Producers put trajectories of 2,048 tokens, as many producers as there are ranks; a daemon forms
-steps of a batch for each rank, and each rank packs its own. One rank, with one producer, is
-measured in turns with several. Where the rate does not grow with the ranks, the processor seconds a
-second say who has no time left: the daemon, the ranks, or nobody, which is memory's bandwidth.
-``--producers N`` measures N producers against one embedded reader instead: views, and packed.
+As many producers as ranks put trajectories of 2,048 tokens; the daemon forms steps of a batch for
+each rank, and each rank packs its own. A single rank with a single producer takes turns with
+several. Where the rate fails to grow with the ranks, the processor seconds a second name the
+bottleneck: the daemon, the ranks, or else memory bandwidth. ``--producers N`` measures N producers
+against an embedded reader instead: views, and packed.
 """
 
 import argparse
@@ -28,10 +28,10 @@ TOKENS: Final = 2048
 RANKS: Final = (1, 2, 4, 8)
 CAPACITY: Final = "512MiB"
 TURNS: Final = 5
-#: Steps of a run: some two seconds.
+#: Steps of a run: about two seconds.
 STEPS: Final = 6000
 PER_BATCH: Final = TOKENS_PER_BATCH // TOKENS
-#: Bytes that memcpy copies, far beyond the caches, and trajectories of a run with many producers.
+#: Bytes of a memcpy, far beyond the caches; trajectories of a run with many producers.
 COPIED_BYTES: Final = 256 << 20
 CROWD_TRAJECTORIES: Final = 1 << 19
 
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def _crowd(producers: int, turns: int, options: argparse.Namespace) -> list[Row]:
-    """Measure one embedded reader behind many producers, beside the copies of one core."""
+    """Measure an embedded reader behind many producers, beside copies by a single core."""
     workload = Workload(
         trajectories=PER_BATCH * producers * 8 if options.tiny else CROWD_TRAJECTORIES,
         tokens=TOKENS, producers=producers, capacity=options.capacity,
@@ -104,7 +104,7 @@ def _run(ranks: int, steps: int, capacity: str) -> dict[str, float]:
     return {
         "rate": (steps - 1) * ranks * PER_BATCH / span,
         "rank": statistics.mean(one[2] for one in trained) / span,
-        # With what attaching took, which is little beside seconds of work.
+        # Includes attaching: little beside seconds of work.
         "daemon": daemon_s / span,
         "producer": statistics.mean(produced) / span,
     }
@@ -115,9 +115,9 @@ def _train(
 ) -> tuple[float, float, float]:
     """Take and acknowledge a rank's batches; its first batch, its end, processor seconds between.
 
-    Times are of the clock that all processes share.
+    Times come from the system-wide clock.
     """
-    # Only this process needs torch.
+    # Imported late: only this process needs torch.
     from trainer_adapter import OnlineDataHandler
 
     with OnlineDataHandler(

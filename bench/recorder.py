@@ -1,11 +1,11 @@
 """Added time of a call through the recorder, and its processor time: ``python -m bench.recorder``.
 
-``--lengths 8192,32768,131072`` measures long streams instead, one after the other: processor time
-of the recorder for each token, and the added time of another session's calls meanwhile.
+``--lengths 8192,32768,131072`` measures long streams instead, one by one: processor time of the
+recorder for each token, and the added time of a second session's calls meanwhile.
 
-An engine answers as vLLM does after a fixed time; many callers ask the engine in turn directly and
-through `shmbus proxy`, whole and streamed (the first token counts). The difference of both ways is
-the recorder's. ``--sessions`` opens so many sessions at once.
+An engine answers like vLLM after a fixed time; many callers ask the engine in turn directly and
+through `shmbus proxy`, whole and streamed (the first token counts). The difference of both ways
+belongs to the recorder. ``--sessions`` opens so many sessions at once.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from bench.sending import temporary_bus
 
 __all__ = ["main"]
 
-#: Tokens of a prompt and of an answer: a turn of an agent that has called tools for a while.
+#: Tokens of a prompt and of an answer: a late turn of an agent with tool calls.
 PROMPT, OUTPUT = 4096, 64
-#: Seconds that the engine takes for an answer; of a stream, for each token's part of it.
+#: Seconds of the engine's answer; for a stream, each token's part.
 ENGINE_S: Final = 1.0
 SCHEMA: Final = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 CAPACITY: Final = "256MiB"
@@ -45,7 +45,7 @@ START_S: Final = 60.0
 
 
 def whole(body: dict[str, Any], ids: list[int], output: list[int]) -> dict[str, Any]:
-    """Return an answer in vLLM's form, with what was asked for."""
+    """Return an answer in vLLM's form, with the requested fields."""
     choice: dict[str, Any] = {
         "index": 0, "message": {"role": "assistant", "content": "x" * OUTPUT},
         "finish_reason": "stop", "logprobs": None, "token_ids": None,
@@ -107,7 +107,7 @@ def serve(port: int) -> None:
 
 
 async def one(client: aiohttp.ClientSession, url: str, key: str, stream: bool) -> float:
-    """Make a call; return the seconds that it took beside the engine's time."""
+    """Make a call; return its seconds beyond the engine's time."""
     messages = [{"role": "user", "content": f"{random.random()} " + "x" * PROMPT}]
     body = msgspec.json.encode({"model": "m", "messages": messages, "stream": stream})
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}

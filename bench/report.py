@@ -1,8 +1,8 @@
 """Fills the marked blocks of pages from kept results: ``python -m bench.report PAGE...``.
 
 A block begins with ``<!-- bench: NAME ROW... -->`` and ends with ``<!-- bench: end -->``. NAME is a
-file of ``bench/results`` without its suffix, each ROW a row's name or a pattern of names (all rows
-without one). ``picture`` in the place of a row draws the contenders beside memcpy.
+file of ``bench/results`` without its suffix, ROW a row's name or a pattern of names (without a ROW:
+every row). ``picture`` in the place of a row draws the contenders beside memcpy.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PICTURE: Final = "picture"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fill the blocks of the pages that are named."""
+    """Fill the blocks of the named pages."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.report", description=(__doc__ or "").split("\n")[0]
     )
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def filled(text: str, page: Path, *, draw: bool = True) -> str:
-    """Return a page's text with its blocks made anew."""
+    """Return a page's text with fresh blocks."""
 
     def made(found: re.Match[str]) -> str:
         name, *chosen = found[1].split()
@@ -80,7 +80,7 @@ def _of(result: dict[str, Any]) -> str:
     on = facts.get("gpu") or f"{facts['cores']} cores of an {cpu}"
     load = f"load {facts['load_average'][0]:.1f}"
     program = result["program"]
-    # A kept result outlives the program: a checkout of that commit still has the program.
+    # A kept result outlives the program: a checkout of the commit still contains the program.
     folder = RESULTS.parent
     places = (folder.parent / program, folder / program, folder / f"{program}.py")
     gone = not any(place.exists() for place in places)
@@ -91,7 +91,7 @@ def _of(result: dict[str, Any]) -> str:
 def _markdown(
     rows: dict[str, Row], names: Sequence[str] | dict[str, None], *, last: int | None = None
 ) -> str:
-    # The first page has what was measured, without the verdicts of the last column.
+    # The first page shows the figures without the verdicts of the last column.
     lines = [HEADS, ["---"] * len(HEADS), *(cells(rows[name]) for name in names)]
     return "".join(f"|{'|'.join(line[:last])}|\n" for line in lines)
 

@@ -1,9 +1,9 @@
-"""The one form of a result: a row has its values, what stands beside them, and its target.
+"""Form of a result: a row with its values, the values beside them, and its target.
 
 Invariants:
 
-- The value of a row is the median of its repetitions; the lowest and the highest stand beside it.
-- What a row is compared with was measured beside each of its repetitions, in the same run.
+- The value of a row is the median of its repetitions, beside the lowest and the highest.
+- Each repetition of a row ran beside a measurement of its yardstick, in the same run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ HEADS = ("what", "measured", "lowest-highest (of)", "beside", "times that", "tar
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of a table, one object of the JSON; `bench.targets` has targets by name."""
+    """A line of the table, an object of the JSON; `bench.targets` maps names to targets."""
 
     name: str
     title: str
-    #: Of the values and of the comparison: "trajectories/s", "us".
+    #: Of the values and of the yardstick: "trajectories/s", "us".
     unit: str = ""
-    #: One of each repetition.
+    #: A value a repetition.
     values: tuple[float, ...] = ()
-    #: The comparison, such as "memcpy"; "" for none. One value a repetition, or one for all.
+    #: Yardstick, such as "memcpy", or "". A value a repetition, or a single value.
     beside: str = ""
     beside_values: tuple[float, ...] = ()
     #: The reason of a row without a value.
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The median of the repetitions' ratios to what stands beside them."""
+        """The median of the repetitions' ratios to their yardstick."""
         if not self.values or not self.beside_values:
             return None
         if len(self.values) == len(self.beside_values):
@@ -56,13 +56,13 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is no target or no value."""
+        """Whether the value meets the target; None without a target or a value."""
         target = TARGETS.get(self.name)
         judged = None if target is None else self.ratio if target.of_beside else self.value
         return None if target is None or judged is None else target.met_by(judged)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row as what json can write; `from_json` makes it again."""
+        """Return the row in json's types; `from_json` reverses the conversion."""
         target = TARGETS.get(self.name)
         return {
             "name": self.name,
@@ -81,7 +81,7 @@ class Row:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Row:
-        """Make a row of what `as_json` returned."""
+        """Make a row from the result of `as_json`."""
         return cls(
             name=found["name"],
             title=found["title"],
@@ -96,19 +96,19 @@ class Row:
 
 
 def skipped(name: str, title: str, why: str) -> Row:
-    """Make the row of what cannot be measured here."""
+    """Make the row of an impossible measurement."""
     return Row(name=name, title=title, skipped=why)
 
 
 def number(value: float) -> str:
-    """Write a value with three digits that count, or all of a large one."""
+    """Write a value with three significant digits; a large value in full."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def cells(row: Row) -> list[str]:
-    """Return the cells of a row, one for each of `HEADS`."""
+    """Return the cells of a row, in the order of `HEADS`."""
     target = TARGETS.get(row.name)
     wanted = str(target) if target else ""
     if row.met is False:

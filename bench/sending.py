@@ -1,4 +1,4 @@
-"""The ends of all rows over shmbus: the bus of a measurement, its daemon, and its producers."""
+"""Ends of the rows over shmbus: the bus of a measurement, its daemon, and its producers."""
 
 import itertools
 import os
@@ -24,14 +24,14 @@ _POLICY_VERSION = 3
 
 
 def bus_bytes(capacity: str) -> int:
-    """Return what a bus takes of /dev/shm at most: its ring, and tables that grow with it."""
+    """Return a bus's largest use of /dev/shm: its ring, and tables proportional to the ring."""
     ring = parse_size(capacity)
     return ring + ring // 16 + (1 << 20)
 
 
 @contextmanager
 def temporary_bus(capacity: str, **options: Any) -> Iterator[str]:
-    """Create a bus, all of it allocated and touched; yield its name, and remove it."""
+    """Create a bus, allocated and touched in full; yield its name, and remove the bus."""
     name = f"bench-{os.getpid()}-{secrets.token_hex(4)}"
     with shmbus.Bus.create(name, capacity, **options):
         yield name
@@ -60,7 +60,7 @@ def serving(name: str) -> Iterator[int]:
 
 
 def produce(start: Callable[[], None], name: str, workload: Workload, number: int) -> float:
-    """Send one producer's share as fast as the bus takes it; return the processor seconds."""
+    """Send a producer's share at the speed of the bus; return the processor seconds."""
     items = workload.items(number)
     with shmbus.Producer(name) as producer:
         start()
@@ -73,7 +73,7 @@ def produce(start: Callable[[], None], name: str, workload: Workload, number: in
 
 
 def put_each(producer: shmbus.Producer, items: Iterator[Item], group_size: int) -> None:
-    """Put one trajectory after the other, each as soon as there is space for it."""
+    """Put trajectories one by one, as soon as space permits."""
     put = producer.put
     for (instance_id, index), (tokens, loss_mask, logprobs) in items:
         put(
@@ -90,7 +90,7 @@ def put_each(producer: shmbus.Producer, items: Iterator[Item], group_size: int) 
 
 
 def put_batches(put_many: Callable[..., Any], items: Iterator[Item], workload: Workload) -> None:
-    """Build each batch's dicts within the loop, as a producer of fresh trajectories has to."""
+    """Build each batch's dicts within the loop, like a producer of fresh trajectories."""
     while batch := [
         {
             "instance_id": instance_id,
@@ -110,7 +110,7 @@ def put_batches(put_many: Callable[..., Any], items: Iterator[Item], workload: W
 
 
 def check_ledger(ledger: shmbus.Ledger, workload: Workload) -> None:
-    """Refuse a run in which not every trajectory arrived and was acknowledged exactly once."""
+    """Refuse a run without exactly one arrival and acknowledgement for every trajectory."""
     if not ledger.balanced or ledger.acknowledged != workload.trajectories or ledger.dropped:
         raise MeasurementError(
             f"expected {workload.trajectories} trajectories acknowledged, got this ledger: {ledger}"

@@ -1,11 +1,11 @@
-"""The benchmark: the rows of shmbus itself, then every contender that is installed.
+"""The benchmark: the rows of shmbus itself, then every installed contender.
 
-``--only`` chooses rows by name or pattern, and programs of this folder (`PROGRAMS`) by name, whose
-rows join the table and the JSON.
+``--only`` chooses rows by name or pattern, and programs of this folder (`PROGRAMS`) by name; the
+rows of a program join the table and the JSON.
 
-Progress goes to stderr, the table to stdout, the JSON to ``--output``. Exit status: 0 if what this
-machine can measure was measured, whether or not targets are met; 1 if something failed, or nothing
-could be measured; 2 for wrong usage. A row that cannot be measured here says why.
+Progress goes to stderr, the table to stdout, the JSON to ``--output``. Exit status: 0 after every
+measurement possible on this machine, whether or not targets are met; 1 after a failure or without a
+single value; 2 for wrong usage. An impossible row names its obstacle.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def _memcpy(level: Level, capacity: str) -> Row:
 
 
 HOPS: Final = ("hop-2048", "hop-2048-cold", "hop-16384", "hop-16384-cold", "hop-256")
-#: What measures each row, in the order of the table.
+#: Measuring function of each row, in the order of the table.
 ROWS: Final[dict[str, MeasureRow]] = {
     "memcpy": _memcpy,
     **{name: partial(throughput.hop, name) for name in HOPS},
@@ -57,14 +57,14 @@ ROWS: Final[dict[str, MeasureRow]] = {
     "idle": idle.idle,
     "daemon-idle": idle.daemon_idle,
 }
-#: Programs with options of their own; ``python -m bench.NAME`` gives the options.
+#: Programs with their own options; ``python -m bench.NAME`` sets them.
 PROGRAMS: Final = ("gateway", "goodput", "gpu", "ranks", "recorder", "scale", "weights")
-#: Rows of one process, which need one core and no bus.
+#: Rows of a single process, without need of a second core or a bus.
 ALONE: Final = ("memcpy", "stash")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for, and return the exit status."""
+    """Run the command line; return the exit status."""
     return program.run("bench", _parser(), measure, argv)
 
 
@@ -101,7 +101,7 @@ def _named(text: str) -> list[str]:
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    """Measure the rows and the contenders that were asked for; all where none was named."""
+    """Measure the chosen rows and contenders; without a choice, everything."""
     name = "tiny" if options.tiny else "full" if options.full else "quick"
     level = LEVELS[name]
     if options.tiny:
@@ -139,7 +139,7 @@ def _own(names: Sequence[str], level: Level, capacity: str) -> Iterator[Row]:
         try:
             yield ROWS[name](level, capacity)
         except (MeasurementError, ShmbusError, OSError) as error:
-            # The others are worth something without it.
+            # The remaining rows keep their worth.
             yield skipped(name, name, f"it failed: {error}")
 
 

@@ -1,4 +1,4 @@
-"""The target of each row, by its name. A target is a decision: it follows no measurement."""
+"""Target of each row, by name. A target is a decision, independent of measurements."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ __all__ = ["TARGETS", "Target"]
 
 @dataclass(frozen=True)
 class Target:
-    """A bound for a row's value, or for its ratio to what stands beside it."""
+    """A bound for a row's value, or for its ratio to the yardstick."""
 
     sense: Literal["at least", "at most"]
     bound: float
@@ -25,12 +25,12 @@ class Target:
 
 
 def _times(bound: float) -> Target:
-    """Of what stands beside the row, at least."""
+    """Least multiple of the yardstick."""
     return Target("at least", bound, of_beside=True)
 
 
 def _most_times(bound: float) -> Target:
-    """Of what stands beside the row, at most."""
+    """Largest multiple of the yardstick."""
     return Target("at most", bound, of_beside=True)
 
 
@@ -46,7 +46,7 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
     {
         "hop-2048": _times(0.9),
         "hop-16384": _times(0.9),
-        # What a producer reads from memory and writes to the ring is a memcpy.
+        # A producer's way from memory to the ring is a memcpy.
         "hop-2048-cold": _times(0.85),
         "hop-16384-cold": _times(0.85),
         "hop-256": _times(0.15),

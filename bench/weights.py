@@ -1,9 +1,9 @@
-"""What publishing and loading weights costs: ``python -m bench.weights``, against memcpy.
+"""Cost of publishing and loading weights: ``python -m bench.weights``, against memcpy.
 
-With ``--device cuda:0`` the rows are those of `bench.weights_cuda`. Each row takes turns with
-memcpy of the same bytes, by one thread of the same process. Safetensors and torch.save write the
-same tensors into a new file on tmpfs, torch.multiprocessing into a shared tensor each, Ray puts and
-gets arrays. For patches a share of all elements changes before each round.
+``--device cuda:0`` selects the rows of `bench.weights_cuda`. Each row takes turns with memcpy of
+the same bytes, by a thread of the same process. Safetensors and torch.save write the same tensors
+into a new file on tmpfs, torch.multiprocessing into shared tensors, Ray puts and gets arrays. For
+patches a share of the elements changes before each round.
 """
 
 import argparse
@@ -35,14 +35,14 @@ __all__ = ["main", "model_of"]
 LAYER: Final = (1.0, 0.25, 0.25, 1.0, 2.75, 2.75, 2.75)
 TENSORS: Final = 340
 ROUNDS: Final = 5
-#: Of weights, so that `TENSORS` of a transformer's shapes have an element each.
+#: Least bytes of weights: an element for each of `TENSORS` in a transformer's shapes.
 LEAST_BYTES: Final = 3_700_000
-#: Times their bytes in /dev/shm: both slots, or Ray's store.
+#: Multiple of their bytes in /dev/shm: both slots, or Ray's store.
 SHM: Final = 3
-#: Shares of the elements that change.
+#: Shares of changed elements.
 SHARES: Final = (0.001, 0.01)
 READERS: Final = 64
-#: No store of Ray may be smaller.
+#: Ray's smallest store.
 RAY_LEAST_BYTES: Final = 80_000_000
 
 READER: Final = """
@@ -57,7 +57,7 @@ with WeightSubscriber(sys.argv[1]) as reader:
 
 
 def model_of(size: int) -> torch.nn.Module:
-    """Make a model of so many bytes of bfloat16 in `TENSORS` tensors, every seventh one small."""
+    """Make a model of so many bytes of bfloat16 in `TENSORS` tensors, every seventh small."""
     layers = TENSORS // (len(LAYER) + 1)
     hidden = int((size / 2 / layers / sum(LAYER)) ** 0.5) // 64 * 64
     module = torch.nn.Module()
@@ -70,7 +70,7 @@ def model_of(size: int) -> torch.nn.Module:
 
 
 def change(model: torch.nn.Module, share: float, made: torch.Generator) -> None:
-    """Change that share of all elements, by one unit in the last place."""
+    """Change a share of the elements, by a unit in the last place."""
     for value in model.parameters():
         flat = value.detach().view(-1).view(torch.int16)
         at = torch.randint(flat.numel(), (int(flat.numel() * share),), generator=made)
@@ -79,7 +79,7 @@ def change(model: torch.nn.Module, share: float, made: torch.Generator) -> None:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all rows measure with."""
+    """Common parts of the rows."""
 
     bus: str
     model: torch.nn.Module
@@ -88,7 +88,7 @@ class Setup:
     memcpy: Callable[[], object]
 
     def row(self, name: str, title: str, call: Callable[[], object]) -> Row:
-        """Measure a call that moves all weights, by turns with memcpy."""
+        """Measure a call that moves the whole weights, in turns with memcpy."""
         copied, took = turns(self.rounds, self.memcpy, call)
         return self.made(name, title, took, copied, "memcpy")
 
@@ -104,7 +104,7 @@ class Setup:
 
 
 def turns(rounds: int, *calls: Callable[[], object]) -> list[list[float]]:
-    """Return the seconds of each call in each round; they take turns."""
+    """Return the seconds of each call in each round; calls take turns."""
     took: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for number, call in enumerate(calls):
@@ -142,14 +142,14 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def _whole(setup: Setup, readers: int) -> Iterator[Row]:
-    """Measure versions that go out whole: publishing, attaching, loading, beside readers."""
+    """Measure whole versions: publishing, attaching, loading, beside readers."""
     version = count(1)
     with closing(WeightPublisher(setup.bus, ModuleSource(setup.model), label="bench")) as publisher:
 
         def publish() -> None:
             publisher.publish(next(version))
 
-        for _ in range(2):  # the first touch of each slot is not what a step pays
+        for _ in range(2):  # a step never pays for the first touch of a slot
             publish()
         yield setup.row("publish", "publish", publish)
         with WeightSubscriber(setup.bus) as subscriber:
@@ -177,7 +177,7 @@ def _whole(setup: Setup, readers: int) -> Iterator[Row]:
 
 
 def _attach(subscriber: WeightSubscriber, rounds: int) -> Row:
-    """Measure how long until every tensor of the newest version is a view."""
+    """Measure the time until every tensor of the newest version is a view."""
     took = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -192,7 +192,7 @@ def _attach(subscriber: WeightSubscriber, rounds: int) -> Row:
 
 @contextmanager
 def _readers(bus: str, number: int) -> Iterator[None]:
-    """Have processes that wait for each version."""
+    """Run processes that wait for each version."""
     children: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryFile("w+") as heard:
         try:
@@ -230,7 +230,7 @@ def _digests(setup: Setup) -> Row:
 
 
 def _patches(setup: Setup, share: float) -> Row:
-    """Measure publishing versions of which a share of the elements changed."""
+    """Measure publishing versions with a share of changed elements."""
     made = torch.Generator().manual_seed(7)
     took: list[list[float]] = [[], []]
     with closing(
@@ -241,7 +241,7 @@ def _patches(setup: Setup, share: float) -> Row:
             told = publisher.publish(version)
             assert told.changed is not None or version < 3, "the version was published whole"
 
-        # Two versions until both slots have been written, and one patch to catch up with.
+        # Two versions to write both slots, and a patch to catch up with.
         for version in range(setup.rounds + 3):
             change(setup.model, share, made)
             found = turns(1, setup.memcpy, publish)
@@ -254,7 +254,7 @@ def _patches(setup: Setup, share: float) -> Row:
 
 
 def _others(setup: Setup) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the other ways to hand over the same tensors, as far as they are installed."""
+    """Yield the installed alternatives for the same tensors."""
     from safetensors.torch import save_file
 
     state = {name: value.detach() for name, value in setup.model.state_dict().items()}

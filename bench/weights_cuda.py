@@ -1,10 +1,10 @@
-"""What weights on a GPU cost: ``python -m bench.weights --device cuda:0``, beside their bounds.
+"""Cost of weights on a GPU: ``python -m bench.weights --device cuda:0``, beside their bounds.
 
-A publisher and a reader, two processes on one device. A round is one version: published, loaded
-into the reader's live parameters, and acknowledged over a pipe, after two that do not count. The
-bounds are measured in the same run by the same process: a copy of large tensors on the device,
-pinned copies over PCIe each way, and the way that is common without shmbus: torch's own handle a
-tensor (`torch.multiprocessing`), opened, copied, closed.
+A publisher and a reader, two processes on the same device. A round is a version: published, loaded
+into the reader's live parameters, and acknowledged over a pipe, after two warm-up rounds. Bounds
+come from the same run and process: a copy of large tensors on the device, pinned copies over PCIe
+each way, and the common way without shmbus: torch's own handle a tensor (`torch.multiprocessing`),
+opened, copied, closed.
 """
 
 import os
@@ -24,15 +24,15 @@ from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 __all__ = ["measure"]
 
-#: Small tensors as norms and biases are.
+#: Small tensors, such as norms and biases.
 SMALL_BYTES: Final = 16 << 10
 SMALL_TENSORS: Final = 1000
-#: Of a pinned or device copy that bounds the others.
+#: Size of a bounding copy, pinned or on the device.
 BOUND_BYTES: Final = 1 << 30
-#: A step beside which a version is published, seconds.
+#: Seconds of a step beside a publication.
 STEP_S: Final = 0.1
 WARM_UP: Final = 2
-#: Seconds after which a reader that says nothing has failed.
+#: Seconds of silence before a reader counts as failed.
 PATIENCE_S: Final = 120.0
 
 Shapes = list[tuple[int, ...]]
@@ -47,7 +47,7 @@ def tensors_of(shapes: Shapes, device: str) -> dict[str, torch.Tensor]:
 
 
 def module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Make a model of them."""
+    """Make a model around the tensors."""
     module = torch.nn.Module()
     for name, tensor in tensors.items():
         module.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
@@ -55,7 +55,7 @@ def module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
 
 
 def timed(rounds: int, call: Callable[[], object], device: str) -> list[float]:
-    """Return the seconds of a call with the work that it began on the device."""
+    """Return the seconds of a call, its work on the device included."""
     found = []
     for number in range(rounds + WARM_UP):
         torch.cuda.synchronize(device)
@@ -68,7 +68,7 @@ def timed(rounds: int, call: Callable[[], object], device: str) -> list[float]:
 
 
 def handle_reader(pipe: Connection, shapes: Shapes, device: str) -> None:
-    """Load what comes as torch's handles, a process of its own."""
+    """Load from torch's handles, in a separate process."""
     live = tensors_of(shapes, device)
     pipe.send_bytes(b"ready")
     while (data := pipe.recv_bytes()) != b"end":
@@ -81,7 +81,7 @@ def handle_reader(pipe: Connection, shapes: Shapes, device: str) -> None:
 
 
 def bus_reader(pipe: Connection, bus: str, shapes: Shapes, device: str) -> None:
-    """Load each version that is published, a process of its own; says how long it took."""
+    """Load each published version, in a separate process; send the seconds."""
     live = tensors_of(shapes, device)
     with WeightSubscriber(bus, device=device) as subscriber:
         pipe.send_bytes(b"ready")
@@ -123,7 +123,7 @@ def by_handles(shapes: Shapes, rounds: int, device: str) -> list[float]:
 
 
 def by_bus(shapes: Shapes, rounds: int, device: str, carrier: str) -> dict[str, list[float]]:
-    """Return the seconds of a version: all of it, published, loaded."""
+    """Return the seconds of a version: the whole, publishing, loading."""
     bus = f"bench-weights-{os.getpid()}-{secrets.token_hex(3)}"
     module = module_of(tensors_of(shapes, device))
     options: dict[str, Any] = {} if carrier == "shm" else {"device": device}
@@ -153,7 +153,7 @@ def by_bus(shapes: Shapes, rounds: int, device: str, carrier: str) -> dict[str, 
 
 
 def beside_a_step(shapes: Shapes, rounds: int, device: str) -> tuple[list[float], list[float]]:
-    """Return the seconds of a step beside a publication, and of one alone."""
+    """Return the seconds of a step beside a publication, and of a step alone."""
     bus = f"bench-weights-{os.getpid()}-{secrets.token_hex(3)}"
     module = module_of(tensors_of(shapes, device))
     size = 8192
@@ -184,7 +184,7 @@ def beside_a_step(shapes: Shapes, rounds: int, device: str) -> tuple[list[float]
 
 
 def bounds_s(rounds: int, device: str) -> dict[str, list[float]]:
-    """Return the seconds of a copy of `BOUND_BYTES` on the device, to the host, and from it."""
+    """Return the seconds of a copy of `BOUND_BYTES` on the device, to the host, and back."""
     one = torch.ones(BOUND_BYTES, dtype=torch.uint8, device=device)
     two = torch.empty_like(one)
     pinned = torch.empty(BOUND_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -197,7 +197,7 @@ def bounds_s(rounds: int, device: str) -> dict[str, list[float]]:
 
 
 def measure(rounds: int, device: str, shapes: Shapes) -> list[Row]:
-    """Measure every row; `shapes` are those of a model."""
+    """Measure every row, with tensors in a model's `shapes`."""
     bounds = bounds_s(rounds, device)
     torch.cuda.empty_cache()
     total = sum(2 * torch.Size(shape).numel() for shape in shapes)
@@ -211,7 +211,7 @@ def measure(rounds: int, device: str, shapes: Shapes) -> list[Row]:
         found = by_bus(each, rounds, device, "cuda_vmm")
         handles = by_handles(each, rounds, device)
         rows.append(
-            # Versions a second, so that more is better as in all rows of rates.
+            # Versions a second: more is better, as in every row of rates.
             Row(
                 name=f"weights-cuda-{name}", title=f"versions of {title}, on the device",
                 unit="a second", values=tuple(1 / s for s in found["whole"]),

@@ -1,6 +1,6 @@
-"""What every system is measured with: a `Workload` in, a `Timed` out.
+"""Input and output of every measurement: a `Workload` in, a `Timed` out.
 
-What the producers of a workload send is the same in every run: it follows from its parameters.
+The parameters of a workload fix the producers' data: equal in every run.
 """
 
 import itertools
@@ -13,36 +13,36 @@ from numpy.typing import NDArray
 
 __all__ = ["BYTES_PER_TOKEN", "GROUP_SIZE", "Item", "Reader", "Source", "Timed", "Workload"]
 
-#: The arrays of one trajectory: tokens, loss_mask, logprobs.
+#: Arrays of a trajectory: tokens, loss_mask, logprobs.
 Source: TypeAlias = tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.float32]]
-#: What is sent: whose prompt it answers and as which sample, and its arrays.
+#: A sent trajectory: prompt's id, sample's index, and arrays.
 Item: TypeAlias = tuple[tuple[str, int], Source]
-#: How the consumer waits: as the contender is fastest, or asleep.
+#: Manner of the consumer's wait: the contender's fastest, or asleep.
 Reader: TypeAlias = Literal["fastest", "sleeping"]
 
 #: Trajectories of a prompt: the smaller of the two usual sizes of GRPO.
 GROUP_SIZE: Final = 8
 #: An int32 token, a uint8 mask and a float32 logprob.
 BYTES_PER_TOKEN: Final = 9
-#: Prompts that a producer goes through before it begins again: a data set such as GSM8K has 7,473.
+#: Prompts of a producer before a repetition: a data set such as GSM8K has 7,473.
 PROMPTS: Final = 8192
-#: Bytes of different trajectories that a producer with cold sources goes through: more than the
-#: last-level cache of any one processor that this is likely to run on.
+#: Bytes of distinct trajectories of a producer with cold sources: beyond the last-level cache of
+#: any likely processor.
 COLD_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The trajectories of all producers together."""
+    """The trajectories of the producers together."""
 
     trajectories: int
-    #: Of each trajectory.
+    #: Tokens of a trajectory.
     tokens: int
-    #: Processes with an equal share each, in groups of their own.
+    #: Processes with equal shares, in separate groups.
     producers: int = 1
-    #: Trajectories a call, for a system with a call for several; 0 for one a call.
+    #: Trajectories a call, for a system with a batch call; 0 for single calls.
     batch: int = 0
-    #: Whether no cache holds the sources; else a producer sends the same arrays again and again.
+    #: Whether sources miss every cache; otherwise a producer repeats the same arrays.
     cold: bool = False
     #: Of the ring or queue, for a system with a bound in bytes.
     capacity: str = "64MiB"
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def share(self) -> int:
-        """Trajectories of one producer."""
+        """Trajectories of a producer."""
         return self.trajectories // self.producers
 
     @property
@@ -65,16 +65,16 @@ class Workload:
 
     @property
     def room(self) -> int:
-        """How many trajectories fit into `capacity`: at least two."""
+        """Trajectories within `capacity`: at least two."""
         number, unit = self.capacity[:-3], self.capacity[-3:]
         size = int(number) << {"KiB": 10, "MiB": 20, "GiB": 30}[unit]
         return max(2, size // self.bytes_each)
 
     def source(self, *, last: bool = False) -> Source:
-        """Make the arrays of one trajectory.
+        """Make the arrays of a trajectory.
 
-        All have the same content but the last of each producer: since space is used again, only
-        something new in it shows that it was written.
+        A producer's last trajectory differs in content from its predecessors: in reused space, only
+        new content proves a write.
         """
         return (
             np.arange(self.tokens, dtype=np.int32) + np.int32(last),
@@ -83,7 +83,7 @@ class Workload:
         )
 
     def items(self, producer: int) -> Iterator[Item]:
-        """Make ready what one producer sends: (instance id, index) and arrays, in order."""
+        """Make a producer's trajectories in order: (instance id, index) and arrays."""
         copies = max(COLD_BYTES // self.bytes_each, 1) if self.cold else 1
         sources = [self.source() for _ in range(copies)]
         groups = self.share // self.group_size

@@ -1,6 +1,6 @@
-"""What rows are compared with and that is no row itself: memory, a semaphore, Python's queue.
+"""Yardsticks of rows: memory, a semaphore, Python's queue.
 
-Each is measured in processes of its own, beside the row.
+A yardstick runs in processes of its own, beside the row.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ from bench.processes import STALL_S, MeasurementError, Role, context, run_alone,
 
 __all__ = ["futex_us", "memcpy", "passed_on_us", "queue_us"]
 
-#: Of a yardstick of calls: one turn, and turns, of which the median counts.
+#: Size and number of a yardstick's turns; the median turn counts.
 CALLS: Final = 1000
 TURNS: Final = 9
 
 
 def memcpy(size: int, repetitions: int) -> float:
-    """Return bytes a second of a copy of `size` bytes from memory to memory, by one core."""
+    """Return bytes a second of a copy of `size` bytes from memory to memory, by a core."""
     return float(run_alone(_copy, size, repetitions))
 
 
@@ -50,7 +50,7 @@ def futex_us(pauses_ns: Sequence[int], warm_up: int) -> float:
 
 
 def passed_on_us(pauses_ns: Sequence[int], warm_up: int, between: int = 1) -> float:
-    """Return the median microseconds of a semaphore that so many interpreters pass on."""
+    """Return the median microseconds of a semaphore's way through so many interpreters."""
     count = len(pauses_ns)
     bells = [context().Semaphore(0) for _ in range(between + 1)]
     roles = [
@@ -66,7 +66,7 @@ def passed_on_us(pauses_ns: Sequence[int], warm_up: int, between: int = 1) -> fl
 
 
 def _copy(start: Callable[[], None], size: int, repetitions: int) -> float:
-    # Written to, so that every page exists before the clock starts.
+    # Written, to create every page before the clock starts.
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     start()
     seconds = []

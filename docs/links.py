@@ -1,10 +1,10 @@
 """Checks every external link and every arXiv number of the sources.
 
-Run ``python docs/links.py`` by hand; the workflow does so each week. Needs a network, unlike the
-test of links inside the documentation (tests/house/test_docs.py).
+Run ``python docs/links.py`` by hand; a workflow runs the script each week. Needs a network, unlike
+the test of links inside the documentation (tests/house/test_docs.py).
 
 Invariant: only "not found", "gone" or an unknown host counts as a missing page; "forbidden", "too
-many requests" and server errors do not.
+many requests" and server errors pass.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Final
 __all__ = ["links_of", "main"]
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-#: Where links are cited; tests have made-up ones.
+#: Places of cited links; tests contain made-up links.
 FOLDERS: Final = ("docs", "bench", "shmbus", "shmbus_ext", "trainer_adapter", "examples")
 SUFFIXES: Final = {".md", ".py", ".pyi", ".c", ".h", ".toml"}
-#: Of one answer, in seconds.
+#: Of an answer, in seconds.
 TIMEOUT_S: Final = 20.0
 #: Statuses of a missing page.
 GONE: Final = {404, 410}
@@ -51,7 +51,7 @@ def links_of(text: str) -> Iterator[str]:
 
 
 def _cited() -> dict[str, list[str]]:
-    """Return each link with the files that cite it."""
+    """Return each link with the citing files."""
     found: dict[str, list[str]] = {}
     paths: Iterable[Path] = [
         *ROOT.glob("*.md"),

@@ -1,8 +1,8 @@
-"""Makes the site of what is not in docs/: README, benchmarks, layouts, API reference, examples.
+"""Hook of `mkdocs.yml`: pages of the site from files outside docs/.
 
-`mkdocs.yml` names this file as a hook. Invariants: every public name has its entry in the API
-reference, and no second one, since the entries are made from `__all__`; a link to a file that the
-site has leads to its page there, and a link to any other file of the repository stays as text.
+Sources: README, benchmarks, layouts, public names, examples. Invariants: every public name owns a
+single entry in the API reference, made from `__all__`; a link to a file with a page on the site
+leads to the page, a link to a different file of the repository stays as text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Files that live beside their subject in the repository, and where the site has them.
+#: Files beside their subject in the repository, with their place on the site.
 ELSEWHERE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -33,7 +33,7 @@ ELSEWHERE = {
     "shmbus_ext/channel/LAYOUT.md": "channel-layout.md",
 }
 
-#: Page of the API reference: (title, first sentence, modules whose `__all__` is listed).
+#: Page of the API reference: (title, first sentence, modules with the listed `__all__`).
 REFERENCE = {
     "shmbus": ("shmbus", "The bus: what workers, trainers and operators import.", ["shmbus"]),
     "batch": (
@@ -108,10 +108,10 @@ REFERENCE = {
     ),
 }
 
-#: Where a stub says more than the module: classes that are C.
+#: Stubs with more text than their module: classes in C.
 STUBS = ("shmbus_ext._public", "shmbus_ext._public_put")
 
-#: Navigation by reader: the pages of each tab, in order. A tab's last list is a group of its own.
+#: Navigation by reader: the pages of a tab, in order. A tab's last list forms a group.
 TABS: dict[str, list[str]] = {
     "Start": [
         "index.md",
@@ -144,14 +144,14 @@ TABS: dict[str, list[str]] = {
         "decisions/README.md",
     ],
 }
-#: The tab of each folder's pages, and the group inside the tab, if any.
+#: Tab of a folder's pages, with a group inside the tab or "".
 FOLDERS = {
     "adapters": ("Agents and adapters", ""),
     "api": ("Reference", ""),
     "decisions": ("Inside", "Decisions"),
     "examples": ("Start", "Examples"),
 }
-#: Short names for the navigation; an example has its file's name, another page its heading.
+#: Short names for the navigation; the default is an example's file name or a page's heading.
 TITLES = {
     "index.md": "Overview",
     "first-hour.md": "First hour",
@@ -194,13 +194,13 @@ SEARCH_BOOST = {
     "benchmarks.md": 0.3,
 }
 
-#: Tables of more columns than a phone shows side by side become one card a row there (site.css).
+#: Tables with more columns become cards, a row each, on a phone (site.css).
 MOST_COLUMNS = 3
 LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\])\(([^)\s]+)\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made, and the pictures that they show."""
+    """Add the generated pages and their pictures."""
     made = {uri: (ROOT / source).read_text() for source, uri in ELSEWHERE.items()}
     made |= {f"api/{page}.md": _reference_page(page) for page in REFERENCE}
     made |= {
@@ -260,7 +260,7 @@ def _place(uri: str) -> tuple[str, str]:
 
 
 def _pages_of(section: Section) -> list[Page]:
-    """Return the pages of a section and of its groups, in order."""
+    """Return the pages of a section and its groups, in order."""
     return [
         page
         for child in section.children
@@ -297,7 +297,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Give each cell of a wide table its column's name."""
+    """Give the cells of a wide table their column's name."""
 
     def label(match: re.Match[str]) -> str:
         table = match.group()
@@ -319,7 +319,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def _site_uri(path: str, files: Files) -> str | None:
-    """Where the site has a file or folder of the repository."""
+    """Return the site's address of a file or folder of the repository."""
     if path.startswith("examples/") and path.endswith(".py"):
         path = f"docs/{path[:-3]}.md"
     for candidate in (ELSEWHERE.get(path), path, path.removeprefix("docs/")):
@@ -346,7 +346,7 @@ def _reference_page(page: str) -> str:
 
 
 def _entries(modules: list[str]) -> list[str]:
-    """Return the public names of modules, each with the module that defines it."""
+    """Return the public names of modules with the defining module."""
     stubs = _names_of_stubs()
     return [
         f"{stubs.get(name) or _home(module, name)}.{name}"
@@ -384,7 +384,7 @@ def _public_names(module: str) -> list[str]:
 
 @functools.cache
 def _names_of_stubs() -> dict[str, str]:
-    """Return which stub has each class."""
+    """Return the stub of each class."""
     return {
         node.name: stub
         for stub in STUBS
@@ -394,7 +394,7 @@ def _names_of_stubs() -> dict[str, str]:
 
 
 def _home(module: str, name: str) -> str:
-    """Return the module that defines a name: a package re-exports it from a room."""
+    """Return the module of a name's definition: a package re-exports names of its rooms."""
     for node in ast.walk(ast.parse(_source(module).read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("_"):
             for alias in node.names:

@@ -1,14 +1,14 @@
-"""An agent that only knows the ``openai`` client learns to use a tool, through the recorder alone.
+"""An agent with only the ``openai`` client learns to use a tool, through the recorder alone.
 
     pip install 'shmbus[train,proxy]' openai
     python examples/agents.py                  # a minute on two cores; --quick for less
 
-`shmbus proxy` stands between the agent and the engine, and keeps token ids, logprobs and versions
-of each call; the worker opens a session for each sample, and gives it a score. The engine is in
-this file, a real server: HTTP, a table as its policy, the newest weights between two answers.
+`shmbus proxy` stands between agent and engine, and keeps token ids, logprobs and versions of each
+call; the worker opens a session for each sample, and sets a score. The engine in this file is a
+real server: HTTP, a table as its policy, the newest weights between two answers.
 
-The task: a digit is hidden. Who guesses is right once in four; who calls the tool first, and then
-says what it saw, is right always.
+Task: name a hidden digit. A guess succeeds in a quarter of the samples, an answer after a call of
+the tool always.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOOL: Any = {"type": "function", "function": {"name": "look", "parameters": {"ty
 
 
 async def run_agent(client: openai.AsyncOpenAI, hidden: int) -> float:
-    """Ask until it answers; 1 where that is right. Nothing of this knows shmbus."""
+    """Ask until the digit comes; return 1 for the right digit. The agent never meets shmbus."""
     messages: list[Any] = [{"role": "user", "content": "Which digit is hidden?"}]
     for _ in range(MOST_TURNS):
         answer = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
@@ -51,7 +51,7 @@ async def run_agent(client: openai.AsyncOpenAI, hidden: int) -> float:
 
 
 async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI) -> None:
-    """Make samples one after the other."""
+    """Make samples one by one."""
     while (request := await producer.requests.anext()) is not None:
         async with producer.session(request, wait=60.0) as session:
             own = client.with_options(base_url=session.base_url, api_key=session.api_key)
@@ -59,7 +59,7 @@ async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI) -> None:
 
 
 async def run_workers(bus: str) -> None:
-    """Run many agents at once, over the connections of one client."""
+    """Run many agents at once, over the connections of a single client."""
     client = openai.AsyncOpenAI(api_key="each session has its own")
     async with client, await shmbus.Producer.awaited(bus) as producer:
         await asyncio.gather(*(work(producer, client) for _ in range(AT_ONCE)))
@@ -71,11 +71,11 @@ def policy() -> torch.nn.Embedding:
 
 
 class Engine:
-    """Answers ``/v1/chat/completions`` with token ids, as vLLM does; an answer is one token."""
+    """Answers ``/v1/chat/completions`` with token ids, like vLLM; an answer is a single token."""
 
     def __init__(self, bus: str, url: str) -> None:
         self.table, self.version, self.rng = policy(), -1, np.random.default_rng()
-        self.weights = WeightSubscriber(bus, label=f"{url} rank 0")  # says who runs what
+        self.weights = WeightSubscriber(bus, label=f"{url} rank 0")  # for `shmbus status`
 
     async def keep_up(self) -> None:
         """Load each version of the weights, between two answers."""
@@ -86,7 +86,7 @@ class Engine:
                 self.version = newest.version
 
     async def answer(self, http: Any) -> Any:
-        """Sample one token: a digit to say, or a call of the tool."""
+        """Sample a token: a digit as the answer, or a call of the tool."""
         ids = [START]
         for message in (await http.json())["messages"][1:]:
             ids += [SAW, int(message["content"])] if message["role"] == "tool" else [LOOK]
@@ -104,7 +104,7 @@ class Engine:
 
 
 async def run_engine(bus: str, ready: Any) -> None:
-    """Serve, and say where."""
+    """Serve, and send the address."""
     runner = web.AppRunner(app := web.Application())
     app.router.add_post("/v1/chat/completions", lambda http: engine.answer(http))
     await runner.setup()
@@ -115,7 +115,7 @@ async def run_engine(bus: str, ready: Any) -> None:
 
 
 def be(party: Any, *arguments: Any) -> None:
-    """Be the process of the workers, or of the engine."""
+    """Run as the process of the workers, or of the engine."""
     torch.set_num_threads(1)
     asyncio.run(party(*arguments))
 
@@ -134,7 +134,7 @@ def train(bus: str, steps: int) -> list[float]:
         for step in range(1, steps + 1):
             batch = handler.next_batch(120.0)
             optimizer.zero_grad()
-            # Each token is predicted from the two before it, within its sequence.
+            # The two preceding tokens of a sequence predict the next.
             last, older = (batch.tokens.roll(back) for back in (1, 2))
             older = older.where(batch.position_ids > 1, 0)
             logits = model(older * TOKENS + last)[:, : LOOK + 1].log_softmax(-1)
@@ -151,7 +151,7 @@ def train(bus: str, steps: int) -> list[float]:
 
 
 def main() -> int:
-    """Run engine, recorder, workers and trainer; 0 where the reward rose."""
+    """Run engine, recorder, workers and trainer; return 0 after a rise of the reward."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps = 24 if parser.parse_args().quick else 40

@@ -3,12 +3,12 @@
     pip install 'shmbus[train]' aiohttp openai
     python examples/async_openai.py            # a minute on two cores; --quick for less
 
-A worker keeps 32 chat completions under way in one event loop, as beside vLLM or SGLang:
+A worker keeps 32 chat completions under way in a single event loop, as beside vLLM or SGLang:
 ``requests.anext`` for the next sample, the ``openai`` client for the answer, ``requests.answer``
-for the result. Token ids come from the server (``return_token_ids``, as vLLM has it). The server is
-in this file, a real one: HTTP, a table as its policy, the newest weights between two answers.
+for the result. Token ids come from the server (``return_token_ids``, as in vLLM). The server in
+this file is real: HTTP, a table as its policy, the newest weights between two answers.
 
-The task: asked "repeat 7", answer "7 7 7 7". The reward is the share of right digits.
+Task: answer "repeat 7" with "7 7 7 7". The reward is the share of right digits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 
 
 def policy() -> torch.nn.Embedding:
-    """Make the table: logits of the next digit, given the last one."""
+    """Make the table: logits of the next digit, given its predecessor."""
     return torch.nn.Embedding(DIGITS, DIGITS, _weight=torch.zeros(DIGITS, DIGITS))
 
 
@@ -56,7 +56,7 @@ class Server:
                 self.version = newest.version
 
     async def answer(self, http: Any) -> Any:
-        """Sample one answer."""
+        """Sample an answer."""
         from aiohttp import web
 
         asked = await http.json()
@@ -85,18 +85,18 @@ class Server:
 
 
 async def sample(producer: shmbus.Producer, client: Any) -> None:
-    """Answer requests one after the other."""
+    """Answer requests one by one."""
     while (request := await producer.requests.anext()) is not None:
         ask = {"messages": request.meta, "max_tokens": ANSWER_TOKENS, "logprobs": True}
         try:
-            # Nothing is served from keys and values of older weights; SGLang calls it extra_key.
+            # The salt hides cached keys and values of older weights; SGLang's name is extra_key.
             more = {"return_token_ids": True, "cache_salt": request.cache_salt}
             completion = await client.chat.completions.create(model="table", **ask, extra_body=more)
         except (openai.APIConnectionError, openai.InternalServerError):
             producer.requests.release(request, reason="the engine is away")  # this worker waits
             continue
         except Exception as error:
-            producer.requests.fail(request, repr(error))  # asked for again, here or elsewhere
+            producer.requests.fail(request, repr(error))  # the sample is requested again
             continue
         choice, prompt = completion.choices[0], completion.prompt_token_ids
         answer = {
@@ -111,7 +111,7 @@ async def sample(producer: shmbus.Producer, client: Any) -> None:
 
 
 async def roll_out(bus: str) -> None:
-    """Run the server, and a worker that asks it."""
+    """Run the server, and a worker beside it."""
     server = Server(bus)
     client = openai.AsyncOpenAI(base_url=await server.start(), api_key="none")
     async with client, await shmbus.Producer.awaited(bus, wait=60.0) as producer:
@@ -120,7 +120,7 @@ async def roll_out(bus: str) -> None:
 
 
 def run_worker(bus: str) -> None:
-    """Be the worker's process."""
+    """Run as the worker's process."""
     torch.set_num_threads(1)
     asyncio.run(roll_out(bus))
 
@@ -136,10 +136,10 @@ def train(bus: str, steps: int) -> list[float]:
         OnlineDataHandler(bus, groups_per_batch=GROUPS_PER_BATCH, sample_retries=2) as handler,
     ):
         publisher.publish(version=0)
-        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)  # one that fails is replaced
+        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)  # replaces failed groups
         for step in range(1, steps + 1):
             batch = handler.next_batch(60.0)
-            # Each token is predicted from the one before it.
+            # Each token predicts the next.
             picked = model(batch.tokens[:-1]).log_softmax(-1).gather(1, batch.tokens[1:, None])
             logprobs = torch.nn.functional.pad(picked[:, 0], (1, 0))
             loss = policy_loss(logprobs, batch.logprobs, batch.advantages, batch.loss_mask)
@@ -155,7 +155,7 @@ def train(bus: str, steps: int) -> list[float]:
 
 
 def main() -> int:
-    """Run the worker's process and the trainer; 0 where the reward rose."""
+    """Run the worker's process and the trainer; return 0 after a rise of the reward."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps = 10 if parser.parse_args().quick else 40
@@ -167,7 +167,7 @@ def main() -> int:
         try:
             rewards = train(bus, steps)
         finally:
-            worker.kill()  # at any instant: nothing is torn
+            worker.kill()  # safe at any instant
             worker.join()
     first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
     print(f"reward {first:.2f} -> {last:.2f}")

@@ -1,14 +1,14 @@
-"""The demo over two nodes: rollout workers on one, the trainer on another, a relay between them.
+"""The demo over two nodes: rollout workers on the first, the trainer on the second, and a relay.
 
     pip install 'shmbus[demo,ray]'                                 # on both nodes
     ray start --head --resources '{"trainer": 1}'                # on the trainer's
     ray start --address HEAD:6379 --resources '{"rollout": 1}'   # on the workers'
-    python examples/demo_on_two_nodes.py                         # on either of them
+    python examples/demo_on_two_nodes.py                         # on either node
 
-Each node has a bus of its own. The trainer offers prompts on its bus, and workers take them from
-theirs and put samples onto it, as on one node; complete groups cross when there is room for them,
-and what they became comes back. New weights go the other way by the same relay, into a pool beside
-the workers' bus. Prints the summary of the run, as `shmbus demo` writes it.
+Each node owns a bus. The trainer offers prompts on its bus; workers take prompts from their bus and
+put samples there, as on a single node. Complete groups cross to free room; their outcomes come
+back. New weights cross by the same relay, into a pool beside the workers' bus. The script prints
+the summary of the run in the form of `shmbus demo`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from trainer_adapter.demo.sampler import PolicyConfig
 from trainer_adapter.demo.view import Summary, ledger_text
 from trainer_adapter.demo.worker import Supervisor, WeightsChannel, WorkerConfig
 
-#: Seconds between two times that dead workers are restarted.
+#: Seconds between two restarts of dead workers.
 TEND_S = 0.05
-#: Of a resource that a node has 1 of.
+#: Share of a node's single resource.
 A_LITTLE = 0.001
 
 
@@ -74,32 +74,32 @@ class RolloutNode:
             self.error = error  # the next `state` tells
 
     def _has_weights(self) -> bool:
-        """Whether the relay has brought the first weights."""
+        """Whether the relay brought the first weights."""
         try:
             return read_pool(self.bus.name, "weights").version is not None
         except (shmbus.BusNotFoundError, shmbus.LayoutMismatchError):
-            return False  # there is no pool yet, or it is being made
+            return False  # the pool is missing or unfinished
 
     def state(self) -> tuple[int, int, int]:
-        """Return how many workers live, were killed, and were started again."""
+        """Return the counts of living, killed and restarted workers."""
         if self.error is not None:
             raise self.error
         found = self.supervisor
         return (0, 0, 0) if found is None else (found.alive, found.kills, found.restarts)
 
     def ledger(self) -> shmbus.Ledger:
-        """Return what became of what the workers put."""
+        """Return the ledger of the workers' bus."""
         return read_status(self.bus.name).ledger
 
     def stop(self) -> None:
-        """End the workers; what they put stays until `close`."""
+        """End the workers; their samples stay until `close`."""
         self.over.set()
         self.thread.join()
         if self.supervisor is not None:
             self.supervisor.stop()
 
     def close(self) -> None:
-        """Remove what it has made."""
+        """Remove the bus and the weights."""
         self.bus.close()
         with contextlib.suppress(shmbus.BusNotFoundError):  # no weights came
             unlink_pool(self.bus.name, "weights")
@@ -130,10 +130,10 @@ class FarWorkers:
 
 
 class TwoNodes(one_node.Demo):
-    """The demo's trainer, whose workers are elsewhere."""
+    """The demo's trainer, with distant workers."""
 
     def train_on(self, bus: str, workers: FarWorkers) -> Summary:
-        """Train from what arrives on this node's bus."""
+        """Train from the groups on this node's bus."""
         channel = WeightsChannel(bus, PolicyConfig().num_parameters, create=True)
         with contextlib.closing(channel), self.handler(bus) as handler:
             handler.set_policy_version(0)
@@ -160,7 +160,7 @@ class TrainerNode:
         return msgspec.json.encode(demo.train_on(self.bus.name, FarWorkers(workers)))
 
     def close(self) -> None:
-        """Remove what it has made."""
+        """Remove bus and channel."""
         self.bus.close()
         shmbus.unlink(self.bus.name)
 
@@ -170,12 +170,12 @@ def _actor(kind: type, node: str) -> Any:
 
 
 def run(config: one_node.DemoConfig) -> tuple[Summary, shmbus.Ledger]:
-    """Run it in the cluster that this process is connected to.
+    """Run the demo in the cluster of this process.
 
     Returns
     -------
     Summary, Ledger
-        Of the trainer, with its bus's ledger; and of the workers' bus once all has come to its end.
+        The trainer's summary with its bus's ledger; the ledger of the drained workers' bus.
     """
     name = f"two-nodes-{os.getpid()}-{secrets.token_hex(2)}"
     rollout = _actor(RolloutNode, "rollout").remote(f"{name}.rollout", config)
@@ -203,7 +203,7 @@ def run(config: one_node.DemoConfig) -> tuple[Summary, shmbus.Ledger]:
 
 
 def main() -> int:
-    """Run it as the command line says; 0 where both ledgers balance."""
+    """Run the command line; return 0 for two balanced ledgers."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--address", default="auto", help="of the Ray cluster")
     parser.add_argument("--steps", type=int, default=500)

@@ -1,12 +1,12 @@
-"""A draft head learns to predict the hidden states of a process that generates, on CPU or GPU.
+"""A draft head learns to predict the hidden states of a generating process, on CPU or GPU.
 
     python examples/draft_head.py                    # both processes on the CPU
-    python examples/draft_head.py --device cuda:0    # both on one GPU
+    python examples/draft_head.py --device cuda:0    # both on the same GPU
 
-The generating process sends hidden states and tokens of each step, of another length each, over a
+The generating process sends hidden states and tokens of its steps, of varying length, over a
 `TensorChannel`. From the state at a token and the next token, the head predicts the next state.
-With --compare the same steps are made once more in the trainer's own process, and every gradient
-has to be the same to the last bit.
+--compare repeats the steps in the trainer's own process; every gradient has to match to the last
+bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Step = dict[str, torch.Tensor]
 
 
 class Generator(torch.nn.Module):
-    """Stands in for an engine: a recurrent model that samples tokens."""
+    """Stands in for an engine: a recurrent model as token sampler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Generator(torch.nn.Module):
 
     @torch.no_grad()
     def generate(self, length: int) -> Step:
-        """Sample so many tokens, and keep the state at each."""
+        """Sample so many tokens, and keep their states."""
         state = torch.zeros(ROWS, WIDTH, device=self.head.weight.device)
         token = torch.zeros(ROWS, dtype=torch.int64, device=state.device)
         states, ids = [], []
@@ -49,7 +49,7 @@ class Generator(torch.nn.Module):
 
 
 class DraftHead(torch.nn.Module):
-    """The next state from this one and the next token."""
+    """Maps the current state and the next token to the next state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class DraftHead(torch.nn.Module):
         )
 
     def loss(self, step: Step) -> torch.Tensor:
-        """Return the mean squared error, as a part of that of predicting no change."""
+        """Return the mean squared error, relative to a prediction of no change."""
         hidden, ids = step["hidden"], step["ids"]
-        # A state is what the token before it has led to: the token at t goes into the state at t+1.
+        # A token leads to its state: the token at t goes into the state at t+1.
         known = torch.cat([hidden[:, :-1], self.embedding(ids[:, :-1])], -1)
         change = hidden[:, 1:] - hidden[:, :-1]
         loss = torch.nn.functional.mse_loss(self.net(known), change)
@@ -71,7 +71,7 @@ class DraftHead(torch.nn.Module):
 
 
 def generated(steps: int, device: str) -> Iterator[Step | None]:
-    """Generate; None for a step in which there is nothing to predict."""
+    """Generate steps; None for a step too short for a prediction."""
     torch.manual_seed(1)
     generator = Generator().to(device)
     for _ in range(steps):
@@ -80,7 +80,7 @@ def generated(steps: int, device: str) -> Iterator[Step | None]:
 
 
 def engine(name: str, steps: int, device: str) -> None:
-    """Generate and send, a process of its own."""
+    """Generate and send, in a separate process."""
     torch.set_num_threads(1)
     with TensorChannel.create(name, device=None if device == "cpu" else device) as channel:
         for step in generated(steps, device):
@@ -91,7 +91,7 @@ def engine(name: str, steps: int, device: str) -> None:
 
 
 def received(name: str) -> Iterator[Step | None]:
-    """Receive each step; the next one acknowledges it."""
+    """Receive steps; the next step acknowledges its predecessor."""
     with TensorChannel.open(name, specs=SPECS, wait=60.0) as channel:
         while True:
             try:
@@ -104,8 +104,8 @@ def received(name: str) -> Iterator[Step | None]:
 
 
 def learn(steps: Iterator[Step | None], device: str) -> Iterator[tuple[float, list[torch.Tensor]]]:
-    """Train a head; each step gives its loss and its gradients."""
-    with torch.random.fork_rng(devices=[]):  # the same head each time, whoever draws beside it
+    """Train a head; yield the loss and the gradients of each step."""
+    with torch.random.fork_rng(devices=[]):  # the same head in both runs
         torch.manual_seed(2)
         head = DraftHead().to(device)
     optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)

@@ -3,11 +3,11 @@
     python examples/eagle_head.py --folder run1                    # a tiny random model, made here
     python examples/eagle_head.py --folder run1 --model Qwen/Qwen3-8B --device cuda:0
 
-The engine generates in a process of its own. The connector `shmbus.engines.hidden_states` sends
+The engine generates in a separate process. The connector `shmbus.engines.hidden_states` sends
 tokens and the states of three layers of each finished sequence over a `TensorChannel`. From them a
-head of one layer learns to guess the engine's next tokens, several positions unrolled, as it will
-draft. Run again with the same folder, it goes on where its checkpoint ends: no sequence is trained
-on twice, and none is left out. In the end it drafts for sequences that it has not seen.
+head of a single layer learns to guess the engine's next tokens, several positions unrolled, as in
+drafting. A second run with the same folder resumes at its checkpoint: every sequence is trained
+once. In the end the head drafts for unseen sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from shmbus.tensors import TensorChannel
 
-#: Positions that the head guesses one after the other, and sequences kept for the measurement.
+#: Positions of a draft, and sequences reserved for the measurement.
 UNROLLED, HELD_OUT = 3, 16
 GENERATED = 24
 Sequence = dict[str, torch.Tensor]
@@ -44,12 +44,12 @@ def make_model(folder: Path) -> None:
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
-    model.lm_head.weight.data *= 10.0  # as sure of a token as a trained model is
+    model.lm_head.weight.data *= 10.0  # the certainty of a trained model
     model.save_pretrained(folder)
 
 
 def layers_of(config: Any) -> list[int]:
-    """Choose an early layer, a middle one, and the last, whose state gives the logits."""
+    """Choose an early, a middle and the last layer; the last state gives the logits."""
     return [1, config.num_hidden_layers // 2, config.num_hidden_layers]
 
 
@@ -60,7 +60,7 @@ def prompt_of(index: int, tokens: int) -> list[int]:
 
 
 def engine(model: str, channel: str) -> None:
-    """Generate for prompts, a process of its own, which ends with the trainer."""
+    """Generate for prompts, in a separate process, until the trainer's end."""
     indexes = json.loads(sys.stdin.readline())
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
@@ -91,7 +91,7 @@ def engine(model: str, channel: str) -> None:
             for index in indexes
         ],
     )  # fmt: skip
-    sys.stdin.read()  # what was generated is sent as the trainer takes it
+    sys.stdin.read()  # generated sequences leave at the trainer's pace
 
 
 class EagleHead(torch.nn.Module):
@@ -115,7 +115,7 @@ class EagleHead(torch.nn.Module):
 
 
 class Draft:
-    """The head, and the engine's own embedding, norm and logits, which stay as they are."""
+    """The head with the engine's frozen embedding, norm and logits."""
 
     def __init__(self, model: str, device: str) -> None:
         target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
@@ -128,7 +128,7 @@ class Draft:
         self.trained: list[int] = []
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
-        """Return what the engine would make of a state of its last layer."""
+        """Return the engine's logits of a state of its last layer."""
         return self.target.lm_head(self.target.model.norm(state))
 
     def loss(self, sequence: Sequence) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Draft:
         state = self.head.fuse(hidden.flatten(1))
         total = hidden.new_zeros(())
         for ahead in range(1, UNROLLED + 1):
-            # The guess at t, and the token after it, give the guess at t + 1.
+            # The guess at t and the next token give the guess at t + 1.
             state = self.head(state[:-1], embedded[ahead:])
             total = total + functional.cross_entropy(self.logits(state), wanted[ahead:])
         return total / UNROLLED
@@ -153,13 +153,13 @@ class Draft:
 
     @torch.no_grad()
     def acceptance_length(self, sequences: list[tuple[Sequence, int, int]]) -> float:
-        """Return the tokens that the engine would take of each draft, and its own one."""
+        """Return the accepted tokens of a draft, plus the engine's own token."""
         lengths = []
         for sequence, prompt, after in sequences:
             tokens = [*sequence["token_ids"].tolist(), after]
             first = self.head.fuse(sequence["hidden"].flatten(1))
             for end in range(prompt, len(tokens) - UNROLLED):
-                # The engine has the states before `end`, and has made the token at `end`.
+                # The engine holds the states before `end`, and made the token at `end`.
                 states, drafted = first[:end], tokens[1 : end + 1]
                 accepted = 0
                 while accepted < UNROLLED:
@@ -174,7 +174,7 @@ class Draft:
         return sum(lengths) / len(lengths)
 
     def difference(self, sequence: Sequence) -> float:
-        """Return how far a gradient is from that of states computed here, as a part of it."""
+        """Return the relative distance of a gradient from the gradient by states computed here."""
         here = dict(sequence, hidden=self.own_states(sequence["token_ids"]))
         sent, own = (
             torch.cat([each.flatten() for each in torch.autograd.grad(loss, self.weights)])
@@ -184,7 +184,7 @@ class Draft:
 
     @torch.no_grad()
     def own_states(self, ids: torch.Tensor) -> torch.Tensor:
-        """Compute here what the engine sends."""
+        """Compute the engine's states here."""
         states: list[torch.Tensor] = []
         layers = [self.target.model.layers[each - 1] for each in layers_of(self.target.config)]
         hooks = [each.register_forward_hook(lambda *of: states.append(of[2])) for each in layers]
@@ -194,7 +194,7 @@ class Draft:
         return torch.cat(states).transpose(0, 1)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint, whole or not at all."""
+        """Write a checkpoint by an atomic rename."""
         state = {
             "head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(),
             "trained": self.trained,
@@ -203,7 +203,7 @@ class Draft:
         path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on where a checkpoint ends."""
+        """Resume from a checkpoint."""
         state = torch.load(path, weights_only=True)
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -211,7 +211,7 @@ class Draft:
 
 
 def main() -> None:
-    """Train beside the engine, and print what the head has learnt."""
+    """Train beside the engine, and print the head's progress."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="of the checkpoint")
     parser.add_argument("--model", help="a path or name; a tiny one is made by default")
@@ -223,7 +223,7 @@ def main() -> None:
     options = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
         parser.error("vLLM is not installed: pip install vllm (on a CPU: docs/vllm.md)")
-    torch.set_num_threads(1)  # the engine's cores are the engine's
+    torch.set_num_threads(1)  # leaves cores to the engine
     options.folder.mkdir(parents=True, exist_ok=True)
     model = options.model or str(options.folder / "model")
     if options.engine:
@@ -236,7 +236,7 @@ def main() -> None:
     if checkpoint.exists():
         draft.load(checkpoint)
         print(f"goes on after {len(draft.trained)} sequences")
-    # What is held out comes first, and again in each run.
+    # Reserved sequences come first, and again in each run.
     left = sorted(set(range(HELD_OUT + options.sequences)) - set(draft.trained))
     channel = f"eagle-head-{os.getpid()}"
     command = [sys.executable, __file__, *sys.argv[1:], "--engine", channel]

@@ -2,13 +2,12 @@
 
     python examples/evaluation.py              # 20 seconds on two cores; --quick for less
 
-Evaluation prompts are requested with ``split="eval"``, and a higher priority. The worker answers
-them greedily; for the bus it need do nothing: ``requests.answer`` takes the split of the request.
-Their groups go to ``Consumer(bus, split="eval")``, beside the trainer's handler, and never into a
-batch; each split has its own counters. Two consumers on one bus need the daemon, which the script
-starts.
+Evaluation prompts are requested with ``split="eval"`` and a higher priority. The worker answers
+them greedily; the bus needs no more help: ``requests.answer`` takes the split of the request. The
+groups go to ``Consumer(bus, split="eval")``, beside the trainer's handler, and never into a batch;
+a split owns its counters. Two consumers on a bus need the daemon, which the script starts.
 
-The task: asked "repeat 7", answer "7 7 7 7". The reward is the share of right digits.
+Task: answer "repeat 7" with "7 7 7 7". The reward is the share of right digits.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DIGITS, ANSWER_TOKENS, GROUP_SIZE, GROUPS_PER_BATCH, EVALUATE_EVERY = 10, 4, 8, 
 
 
 def policy() -> torch.nn.Embedding:
-    """Make the table: logits of the next digit, given the last one."""
+    """Make the table: logits of the next digit, given its predecessor."""
     return torch.nn.Embedding(DIGITS, DIGITS, _weight=torch.zeros(DIGITS, DIGITS))
 
 
@@ -77,7 +76,7 @@ def evaluate(handler: OnlineDataHandler, consumer: shmbus.Consumer, step: int) -
 
 
 def train(bus: str, steps: int) -> list[float]:
-    """Train, and evaluate every few steps; return what the evaluations gave."""
+    """Train, and evaluate every few steps; return the evaluations' scores."""
     model, rng, evaluations = policy(), np.random.default_rng(1), []
     prompts = ({"prompt": rng.integers(DIGITS, size=1)} for _ in itertools.count())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
@@ -110,7 +109,7 @@ def train(bus: str, steps: int) -> list[float]:
 
 
 def main() -> int:
-    """Start daemon and worker, and train; 0 where the evaluation rose."""
+    """Start daemon and worker, and train; return 0 after a rise of the evaluation."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps = 20 if parser.parse_args().quick else 60
@@ -122,7 +121,7 @@ def main() -> int:
     try:
         worker.start()
         with shmbus.Producer(bus, wait=60.0):
-            pass  # the bus is there
+            pass  # the bus exists
         evaluations = train(bus, steps)
     finally:
         worker.kill()

@@ -1,12 +1,12 @@
-"""Two ranks under torchrun with FSDP2, each with its shard of every step, from one daemon.
+"""Two ranks under torchrun with FSDP2, each with its shard of every step, from the same daemon.
 
     python examples/fsdp2_torchrun.py          # twenty seconds on two CPU cores; --quick for less
 
-The script starts what a job has: ``shmbus serve``, a rollout worker, and ``torchrun`` on itself.
+The script starts a job's parts: ``shmbus serve``, a rollout worker, and ``torchrun`` on itself.
 `OnlineDataHandler` with ``rank`` and ``world_size`` gets disjoint shards, balanced by tokens;
-rank 0 requests the prompts. Each rank's `WeightPublisher` writes its own shards of the weights, so
-nothing is gathered, and the worker reads whole versions. The loss is divided by the tokens of all
-ranks, since FSDP averages gradients over them.
+rank 0 requests the prompts. Each rank's `WeightPublisher` writes its own shards of the weights
+without a gather, and the worker reads whole versions. Tokens of every rank divide the loss, since
+FSDP averages gradients over the ranks.
 
 On GPUs: backend "nccl", ``device="cuda"``, and your model in place of the table.
 """
@@ -34,7 +34,7 @@ DIGITS, ANSWER_TOKENS, GROUP_SIZE, GROUPS_PER_STEP, WORLD_SIZE = 10, 4, 8, 16, 2
 
 
 def policy() -> torch.nn.Module:
-    """Make the policy: logits of the next digit, given the last one."""
+    """Make the policy: logits of the next digit, given its predecessor."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Embedding(DIGITS, 32), torch.nn.Tanh(), torch.nn.Linear(32, DIGITS)
@@ -67,7 +67,7 @@ def work(bus: str) -> None:
 
 
 def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Each token is predicted from the one before it."""
+    """Return the loss; each token predicts the next."""
     picked = model(batch.tokens[:-1]).log_softmax(-1).gather(1, batch.tokens[1:, None])[:, 0]
     trained = batch.loss_mask.sum().float()
     dist.all_reduce(trained)
@@ -81,7 +81,7 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def train(bus: str, steps: int) -> None:
-    """Train as one rank of torchrun's."""
+    """Train as a rank of torchrun."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (WORLD_SIZE,))
@@ -97,7 +97,7 @@ def train(bus: str, steps: int) -> None:
         ) as handler,
     ):
         publisher.publish(version=0)
-        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)  # rank 0 does, for all
+        handler.offer(prompts, ahead=2, group_size=GROUP_SIZE)  # only rank 0 offers
         for step in range(1, steps + 1):
             batch = handler.next_batch(60.0)
             optimizer.zero_grad()
@@ -117,7 +117,7 @@ def train(bus: str, steps: int) -> None:
 
 
 def main() -> int:
-    """Start daemon, worker and ranks; the exit status is torchrun's."""
+    """Start daemon, worker and ranks; return torchrun's exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--role", choices=["worker", "rank"], help="used by the script itself")
@@ -128,8 +128,8 @@ def main() -> int:
         work(options.bus)
     if options.role == "rank":
         train(options.bus, 12 if options.quick else 60)
-        # FSDP keeps gloo's threads past destroy_process_group. One that still has a tensor in hand
-        # while Python is torn down aborts the process (pytorch/pytorch#179291).
+        # FSDP keeps gloo's threads past destroy_process_group. A thread with a tensor in hand
+        # aborts the process during Python's teardown (pytorch/pytorch#179291).
         sys.stdout.flush()
         os._exit(0)
     again = [__file__, "--bus", options.bus, *(["--quick"] if options.quick else [])]

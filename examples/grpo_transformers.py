@@ -4,13 +4,13 @@
     python examples/grpo_transformers.py                 # a tiny Llama, about a minute on two cores
     python examples/grpo_transformers.py --model qwen3 --steps 200
 
-A rollout process samples from the model with transformers' own ``generate`` and puts every
-completion on the bus; this process takes complete groups, packed into rows without padding, and
-trains with `varlen_attention` plugged into the model. Nothing is downloaded: the model is built
-from a config with random weights, the tokenizer from a handful of words.
+A rollout process samples from the model with transformers' own ``generate`` and puts the
+completions on the bus; this process takes complete groups, packed into rows without padding, and
+trains with `varlen_attention` plugged into the model. Nothing to download: the model comes from a
+config with random weights, the tokenizer from a handful of words.
 
-The task is small enough for a minute: asked "repeat c", answer "c c c c c c". The reward is the
-share of right words, so at random it is one in the number of letters.
+Task, for a minute's training: answer "repeat c" with "c c c c c c". The reward is the share of
+right words, at random 1 in the number of letters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LETTERS = "abcdefgh"
 ANSWER_TOKENS = 6
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 16
-#: How many versions the rollout process may be ahead of the weights that it samples from.
+#: Most versions between the rollout process's weights and the newest.
 MAX_POLICY_LAG = 4
 LEARNING_RATE = 3e-3
 FIRST_BATCH_S = 60.0
@@ -87,7 +87,7 @@ def roll_out(
     bus: str, kind: str, weights: dict[str, Tensor], lock: Lock, stop: Event, seed: int
 ) -> None:
     """Sample groups of answers and put them on the bus, until told to stop."""
-    # A Ctrl-C is the trainer's to handle; it stops this process in turn.
+    # The trainer handles Ctrl-C, and stops this process in turn.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -104,7 +104,7 @@ def roll_out(
                     model.load_state_dict(weights)
                 loaded = version
             letters = rng.choice(list(LETTERS), 4)
-            # Prompts of different lengths, so that batches are ragged.
+            # Prompts of different lengths make ragged batches.
             prompts = [
                 f"repeat {letter}" + " please" * int(rng.integers(0, 3)) for letter in letters
             ]
@@ -128,7 +128,7 @@ def roll_out(
                             timeout=1.0,
                         )
                     except shmbus.BusFullError:
-                        # The trainer is behind; what is dropped here, a later round replaces.
+                        # The trainer is behind; a later round replaces the dropped samples.
                         break
             round_number += 1
 
@@ -167,9 +167,9 @@ def sample(model: Any, tokenizer: Any, prompts: list[str]) -> list[tuple[np.ndar
 
 
 def token_logprobs(model: Any, batch: Any) -> Tensor:
-    """Each token's logprob under the model, aligned to the token itself: [T]."""
+    """Return the model's logprob of each token, aligned to the token itself: [T]."""
     logits = model(**transformers_inputs(batch)).logits[0].float()
-    # What is at i was predicted at i - 1; the first token of a sequence is never trained.
+    # Position i - 1 predicts position i; the first token of a sequence stays untrained.
     picked = logits[:-1].log_softmax(dim=-1).gather(1, batch.tokens[1:, None]).squeeze(1)
     return torch.nn.functional.pad(picked, (1, 0))
 
@@ -220,13 +220,13 @@ def train(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both processes; exit status 0 if the reward rose."""
+    """Run both processes; return exit status 0 after a rise of the reward."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=["llama", "qwen2", "qwen3"], default="llama")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(argv)
-    # One core for each of the two processes; such small matrices gain nothing from threads.
+    # A core for each process; such small matrices gain nothing from threads.
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
     name = f"grpo-{os.getpid()}-{secrets.token_hex(3)}"

@@ -1,14 +1,14 @@
-"""Images beside the tokens, of any number of patches, and once a group.
+"""Images beside the tokens, with any number of patches, once a group.
 
     python examples/images.py                  # 25 seconds on two cores; --quick for less
 
-Requests carry the image to the workers. The first sample of a group carries it on to the trainer;
-the others put an array of no rows, so a group of eight has one image in the ring and not eight.
+Requests carry the image to the workers. The first sample of a group carries the image on to the
+trainer; its siblings put an array of no rows: a group of eight puts a single image into the ring.
 ``extra_fields={"pixel_values": "ragged"}`` joins the patches of a batch into one tensor, with the
 borders in ``batch.extra_offsets``, in the pass that packs the tokens.
 
-The task: say which of four colours an image has. The vision tower is a mean over patches and one
-linear layer; it runs once an image, and its result serves all samples of the group.
+Task: name the colour of an image, out of four. The vision tower, a mean over patches and a linear
+layer, runs once an image, and its result serves every sample of the group.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def work(bus: str, seed: int) -> None:
 def loss_of(model: torch.nn.Linear, batch: Batch) -> torch.Tensor:
     """Run the tower once an image, and compare the answers of the image's group."""
     offsets = batch.extra_offsets["pixel_values"]
-    counts = offsets[1:] - offsets[:-1]  # patches of each sequence: of a group's first one only
+    counts = offsets[1:] - offsets[:-1]  # patches of a sequence: 0 but for a group's first
     has_image = counts > 0
     which = torch.arange(int(has_image.sum())).repeat_interleave(counts[has_image])
     sums = torch.zeros(int(has_image.sum()), PATCH).index_add(0, which, batch.extra["pixel_values"])
@@ -124,7 +124,7 @@ def train(bus: str, steps: int) -> list[float]:
 
 
 def main() -> int:
-    """Run a worker's process and the trainer; 0 where the reward rose."""
+    """Run a worker's process and the trainer; return 0 after a rise of the reward."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps = 12 if parser.parse_args().quick else 60

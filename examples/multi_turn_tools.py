@@ -1,15 +1,15 @@
-"""Rollouts of several turns with a tool, whose tokens are not trained.
+"""Rollouts of several turns with a tool; the tool's tokens stay untrained.
 
     python examples/multi_turn_tools.py        # 25 seconds on two cores; --quick for less
 
-A sample is one row of tokens: the prompt, then the policy's turns and the tool's answers as they
-came. ``loss_mask`` is 1 where the policy sampled and 0 where the prompt or the tool speaks, and
-logprobs there are 0: the trainer neither trains on a tool's words nor takes a ratio of them. A
-conversation that is cut says ``finish_reason="length"``, and ``truncated="mask"`` keeps it out of
-the loss, while its score still counts for its group.
+A sample is a row of tokens: the prompt, then the policy's turns and the tool's answers in order.
+``loss_mask`` is 1 at the policy's tokens and 0 at the prompt's and the tool's; logprobs there are
+0: the trainer neither trains on a tool's words nor takes their ratio. A cut conversation carries
+``finish_reason="length"``, and ``truncated="mask"`` keeps its tokens out of the loss, while its
+score still counts for its group.
 
-The task: a number that only the tool knows is asked for. The policy, a table, may call the tool or
-guess, and learns both to call it and to repeat what it said.
+Task: name a number known to the tool alone. The policy, a table, may call the tool or guess, and
+learns both to call the tool and to repeat the answer.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 
 
 def policy() -> torch.nn.Embedding:
-    """Make the table: logits of the next token, given the last one."""
+    """Make the table: logits of the next token, given its predecessor."""
     return torch.nn.Embedding(VOCABULARY, VOCABULARY, _weight=torch.zeros(VOCABULARY, VOCABULARY))
 
 
 class Conversation:
-    """Tokens of all who speak, and which of them the policy sampled."""
+    """Tokens of policy and tool, with the mask of the policy's."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.tokens, self.logprobs, self.loss_mask = list(prompt), [0.0], [0]
 
     def add(self, token: int, logprob: float | None = None) -> None:
-        """Append a token; one without a logprob is the tool's."""
+        """Append a token; a tool's token comes without a logprob."""
         self.tokens.append(token)
         self.logprobs.append(logprob or 0.0)
         self.loss_mask.append(int(logprob is not None))
 
 
 def converse(table: np.ndarray, secret: int, rng: np.random.Generator) -> tuple[Conversation, str]:
-    """Let the policy speak until it says a number, and the tool where it is called."""
+    """Let the policy speak until a number comes, and the tool after a call."""
     said = Conversation([QUESTION])
     for _ in range(MAX_TURNS):
         logits = table[said.tokens[-1]]
@@ -89,7 +89,7 @@ def work(bus: str, seed: int) -> None:
 
 
 def train(bus: str, steps: int) -> list[float]:
-    """Request prompts one batch ahead, and train."""
+    """Request prompts a batch ahead, and train."""
     model, rewards, rng = policy(), [], np.random.default_rng(1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     prompts = ({"secret": int(rng.integers(DIGITS))} for _ in itertools.count())
@@ -119,7 +119,7 @@ def train(bus: str, steps: int) -> list[float]:
 
 
 def main() -> int:
-    """Run a worker's process and the trainer; 0 where the reward rose."""
+    """Run a worker's process and the trainer; return 0 after a rise of the reward."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps = 20 if parser.parse_args().quick else 60

@@ -1,9 +1,9 @@
-"""Rollouts that another worker goes on with, each token with the version that sampled it.
+"""Rollouts continued by a second worker, each token with the version of its weights.
 
     python examples/partial_rollouts.py           # a second; --quick for less
 
-A worker gives a long rollout back at a weight update, with what there is of it. Whoever takes it
-next samples the rest with the newer weights. The trainer sees the span of versions.
+At a weight update a worker gives a long rollout back with the tokens so far. The next worker
+samples the rest with the newer weights. The trainer sees the span of versions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT = np.array([1, 2, 3, 4], np.int32)
 
 
 def begin(request: shmbus.Request) -> dict[str, Any]:
-    """Return what is there of a rollout: the prompt, or what another worker has sampled."""
+    """Return a rollout's tokens so far: the prompt, or an earlier worker's part."""
     prompt = request["prompt"]
     return request.so_far or {
         "tokens": prompt,
@@ -32,7 +32,7 @@ def begin(request: shmbus.Request) -> dict[str, Any]:
 
 
 def sample(so_far: dict[str, Any], version: int, rng: np.random.Generator) -> dict[str, Any]:
-    """Sample one more token; an engine does so in chunks."""
+    """Sample the next token; an engine samples chunks."""
     more = {"tokens": rng.integers(10), "loss_mask": 1, "logprobs": -2.3, "token_versions": version}
     return {
         name: np.append(known, np.asarray(more[name], known.dtype))
@@ -41,7 +41,7 @@ def sample(so_far: dict[str, Any], version: int, rng: np.random.Generator) -> di
 
 
 def work(producer: shmbus.Producer, rng: np.random.Generator) -> int:
-    """Make one sample, or give it back at an update of the weights; return how often it was."""
+    """Make a sample, or give the rollout back at an update of the weights; return the returns."""
     request = producer.requests.next(timeout=1.0)
     if request is None:
         return 0
@@ -55,7 +55,7 @@ def work(producer: shmbus.Producer, rng: np.random.Generator) -> int:
 
 
 def main() -> None:
-    """Have two workers share the rollouts of some groups."""
+    """Have two workers share the rollouts of a few groups."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer groups")
     groups = 5 if parser.parse_args().quick else 50

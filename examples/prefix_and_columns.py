@@ -1,8 +1,8 @@
-"""What a group shares is computed once, and another process adds the reference's logprobs.
+"""Compute a group's shared prompt once, and add the reference's logprobs from a second process.
 
     python examples/prefix_and_columns.py         # needs transformers; --quick for less
 
-The annotator has the reference model. The trainer's batches wait for its column.
+The annotator holds the reference model. The trainer's batches wait for its column.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def build() -> torch.nn.Module:
 
 
 def put(bus: str, groups: int) -> None:
-    """Put groups of random answers to one prompt; the reward is the share of even tokens."""
+    """Put groups of random answers to a prompt; the reward is the share of even tokens."""
     rng = np.random.default_rng(0)
     mask = np.arange(PROMPT + ANSWER) >= PROMPT
     common = {"loss_mask": mask, "logprobs": np.where(mask, -np.log(VOCABULARY), 0)}
@@ -61,7 +61,7 @@ def annotate(bus: str) -> None:
 
 
 def train(bus: str, steps: int) -> None:
-    """Train on what is there."""
+    """Train on the finished batches."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     options = {"groups_per_batch": GROUPS, "layout": "prefix"}

@@ -3,17 +3,17 @@
     import prime_rl_transport
     prime_rl_transport.install("run1")   # in the orchestrator and each trainer, before they start
 
-prime-rl chooses its transport by name in a factory, without a hook: `install` puts another factory
-in its place, or, with the patch in ``docs/adapters/upstream/prime-rl.diff``, a module's name does.
-Both sets of names are served: ``transports.rollouts`` with MicroBatchSender, and
-``transports.batch`` with BatchSender. It installs with CUDA only, so this is written for, and
-tested by, the interfaces of two of its commits (docs/adapters/prime-rl.md).
+prime-rl's factory chooses its transport by name, without a hook: `install` replaces the factory;
+with the patch in ``docs/adapters/upstream/prime-rl.diff`` a module's name suffices. Both sets of
+names work: ``transports.rollouts`` with MicroBatchSender, and ``transports.batch`` with
+BatchSender. prime-rl installs with CUDA only: the tests run against the interfaces of two of its
+commits (docs/adapters/prime-rl.md).
 
-- What is received equals what was sent, value for value and type for type; what is as long as the
-  tokens comes as a read-only array in place of a list, routed experts as bytes in place.
-- A step is acknowledged when the trainer asks for the next: one that died gets its step again. A
-  step that one rank could not take is sent again to that rank alone.
-- A trainer that asks for what the orchestrator does not send is refused; it never waits for it.
+- Received micro batches equal sent ones, value for value and type for type; lists as long as the
+  tokens come as read-only arrays, routed experts as bytes in place.
+- Asking for the next step acknowledges a step: a restarted trainer gets the unacknowledged step
+  again. A step refused by a single rank goes again to the same rank alone.
+- A trainer without matching sender gets an error; it never waits.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from shmbus.channel import ChannelReceiver, ChannelSender
 from shmbus.channel.endpoint import living_statement
 
 TESTED = "prime-rl 559b447 (MicroBatchSender) and 0f59b24 (BatchSender), by their interfaces"
-#: Where its interface may be, newest first: package, and the middle of the factories' names.
+#: Places of the interface, newest first: package, and the middle of the factories' names.
 PLACES = (("prime_rl.transports.batch", "batch"), ("prime_rl.transports.rollouts", "micro_batch"))
 
 _LOG = logging.getLogger("shmbus.prime_rl")
-#: Steps that the orchestrator may be ahead, and seconds that it waits for a trainer: longer than a
-#: step and a checkpoint.
+#: Steps the orchestrator may be ahead; seconds of its wait for a trainer: longer than a step and a
+#: checkpoint.
 _SLOTS = 2
 STEP_TIMEOUT_S = 3600.0
-#: Seconds of one check, between which Ctrl-C is seen to; and between two lines of the log.
+#: Seconds between two checks for Ctrl-C, and between two lines of the log.
 _LOOK_S = 1.0
 _NOTE_S = 60.0
-#: Lists that stay lists, also where they happen to be as long as the tokens: they are no tensors.
+#: Lists that stay lists even at the length of the tokens: not tensors.
 _LISTS = frozenset({"sequence_lengths", "seq_lens", "branch_indices", "lora_num_tokens"})
-#: Bytes below which they travel among the small values.
+#: Smaller arrays travel among the small values.
 _LEAST_BYTES = 1024
 _ALIGN = 64
 _DTYPES = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np.float64)}
@@ -62,7 +62,7 @@ _DTYPES = {bool: np.dtype(np.bool_), int: np.dtype(np.int64), float: np.dtype(np
 
 
 def install(name: str, *, readers_per_rank: int = 1) -> str:
-    """Have prime-rl's factories return these senders and receivers; returns their package.
+    """Have prime-rl's factories return these senders and receivers; return their package.
 
     `readers_per_rank` trainer processes share a data rank: context times pipeline parallelism.
     """
@@ -92,14 +92,14 @@ def install(name: str, *, readers_per_rank: int = 1) -> str:
 def setup_batch_sender(
     output_dir: Path, data_world_size: int, current_step: int, transport: Any
 ) -> Any:
-    """Make the sender of a transport that is chosen by this module's name; `options` has `bus`."""
+    """Make the sender of a transport chosen by this module's name; `options` carries `bus`."""
     return _of(transport)[0](output_dir, data_world_size, current_step, transport)
 
 
 def setup_batch_receiver(
     output_dir: Path, data_rank: int, current_step: int, transport: Any
 ) -> Any:
-    """Make the receiver of such a transport."""
+    """Make the receiver of a transport chosen by this module's name."""
     return _of(transport)[1](output_dir, data_rank, current_step, transport)
 
 
@@ -125,7 +125,7 @@ def _factories(name: str, readers: int, micro_batch: type[Any]) -> tuple[Any, An
 
 
 def _replace(theirs: Any, attribute: str, ours: Any) -> None:
-    """Put a factory in place of prime-rl's wherever a module has it by that name."""
+    """Replace prime-rl's factory in every module under its name."""
     for loaded, module in list(sys.modules.items()):
         if loaded.startswith("prime_rl.") and getattr(module, attribute, None) is theirs:
             setattr(module, attribute, ours)
@@ -135,7 +135,7 @@ def _replace(theirs: Any, attribute: str, ours: Any) -> None:
 
 
 class Piece(msgspec.Struct, array_like=True):
-    """Where an array of a micro batch is: batch number, path of names to it, dtype, place."""
+    """Place of an array of a micro batch: batch number, path of names, dtype, offset."""
 
     batch: int
     path: list[str | int]
@@ -155,7 +155,7 @@ class _Parts(NamedTuple):
 
 
 def encode(batches: Sequence[Any]) -> tuple[bytes, _Parts, int]:
-    """Part micro batches into small values and arrays with places; returns all their bytes."""
+    """Split micro batches into small values and placed arrays; return them with the total bytes."""
     out = _Parts([], [])
     small = []
     for number, batch in enumerate(batches):
@@ -176,7 +176,7 @@ def encode(batches: Sequence[Any]) -> tuple[bytes, _Parts, int]:
 
 @functools.cache
 def _float_lists(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Return the fields that are lists of floats: what reads them makes floats of ints."""
+    """Return the fields of float lists: their readers turn ints into floats."""
     found: Any = msgspec.inspect.type_info(kind)
     return frozenset(
         field.name
@@ -190,7 +190,7 @@ def _float_lists(kind: type[msgspec.Struct]) -> frozenset[str]:
 def _without(
     value: Any, tokens: int, number: int, path: list[str | int], out: _Parts, as_float: bool = False
 ) -> Any:
-    """Return a value with empty ones where arrays were taken out; what is sent stays as it is."""
+    """Return a copy of a value with empty placeholders for extracted arrays."""
     if isinstance(value, msgspec.Struct):
         if type(value).__struct_config__.frozen:
             return value
@@ -232,7 +232,7 @@ def _array_of(value: Any, tokens: int, path: list[str | int], as_float: bool) ->
 
 
 def decode(meta: bytes, view: Any, decoder: Any) -> list[Any]:
-    """Make micro batches of what `encode` made."""
+    """Make micro batches from the result of `encode`."""
     head = msgspec.msgpack.decode(meta, type=_Head)
     batches = [decoder.decode(raw) for raw in head.batches]
     for piece in head.pieces:
@@ -248,11 +248,11 @@ def decode(meta: bytes, view: Any, decoder: Any) -> list[Any]:
     return batches
 
 
-# -- what an orchestrator sends, and to whom ------------------------------------------------------
+# -- the orchestrator's statement, and its check --------------------------------------------------
 
 
 class _Sent(msgspec.Struct):
-    """What each channel states: data ranks, trainer processes of each, fields of the MicroBatch."""
+    """Statement of a channel: data ranks, trainer processes a rank, fields of the MicroBatch."""
 
     ranks: int
     readers: int
@@ -272,7 +272,7 @@ def _channel_name(run: str, rank: int, reader: int) -> str:
 
 
 def _check_slice(run: str, rank: int, reader: int, own: list[str]) -> None:
-    """Refuse a trainer that the run's living orchestrator, if there is one, does not send to."""
+    """Refuse a trainer outside the slices of the run's living orchestrator."""
     stated = living_statement(_channel_name(run, 0, 0))
     if not stated:
         return
@@ -297,7 +297,7 @@ def _check_slice(run: str, rank: int, reader: int, own: list[str]) -> None:
 
 
 class _CancelledError(Exception):
-    """Nobody waits for this send any more."""
+    """The waiting call of this send ended."""
 
 
 class ShmbusBatchSender:
@@ -333,9 +333,9 @@ class ShmbusBatchSender:
         return (channel for of_rank in self._channels for channel in of_rank)
 
     async def send(self, micro_batch_grid: list[list[Any]]) -> None:
-        """Send a step: for each data rank as many micro batches as for the others.
+        """Send a step: equally many micro batches for every data rank.
 
-        Where it is cancelled, as by Ctrl-C, some ranks may have the step: send the same one again.
+        After a cancellation, as by Ctrl-C, some ranks may hold the step: send the same step again.
         """
         lengths = [len(row) for row in micro_batch_grid]
         if len(lengths) != self.data_world_size or len(set(lengths)) > 1:
@@ -348,10 +348,10 @@ class ShmbusBatchSender:
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
-            # A thread that waits for a trainer would hold up the end of the process, for an hour.
+            # A thread in wait for a trainer would delay the end of the process, for an hour.
             cancelled.set()
             await asyncio.wait({sending})
-            sending.exception()  # whatever it was, the cancellation is what the caller is told
+            sending.exception()  # the caller gets the cancellation instead
             raise
         self.current_step += 1
 
@@ -364,7 +364,7 @@ class ShmbusBatchSender:
             meta, out, size = encode(batches)
             for channel in channels:
                 if channel.next_step > self.current_step:
-                    continue  # a send that another rank made fail is made again
+                    continue  # repeat a send broken by a different rank
                 channel.on_wake = check
                 view = np.frombuffer(memoryview(channel.begin(size, len(meta))), np.uint8)
                 for piece, array in zip(out.pieces, out.arrays, strict=True):
@@ -373,7 +373,7 @@ class ShmbusBatchSender:
                 channel.commit(meta)
 
     def close(self) -> None:
-        """End: trainers get what was sent, and then an error that says so."""
+        """End: trainers get the sent steps, then an error about the end."""
         for channel in self._all():
             channel.close()
 
@@ -423,7 +423,7 @@ class ShmbusBatchReceiver:
         return True
 
     def wait(self) -> None:
-        """Wait for the next step, for ever; each minute the log says what for."""
+        """Wait for the next step without limit, with a log line a minute."""
         note_at_s = time.monotonic() + _NOTE_S
         while not self._look(_LOOK_S):
             if time.monotonic() >= note_at_s:
@@ -436,11 +436,11 @@ class ShmbusBatchReceiver:
                 )  # fmt: skip
 
     def can_receive(self) -> bool:
-        """Whether the next step is here; raises as `wait` does."""
+        """Return whether the next step is ready; errors as in `wait`."""
         return self._look(0.0)
 
     def receive(self) -> list[Any]:
-        """Return the next step's micro batches; acknowledges the step before."""
+        """Return the next step's micro batches; acknowledge the previous step."""
         self.wait()
         message, self._held = self._held, None
         view = np.frombuffer(memoryview(message.memory), np.uint8)
@@ -450,7 +450,7 @@ class ShmbusBatchReceiver:
         return found
 
     def close(self) -> None:
-        """Leave. A step that was received and not followed by another is delivered again."""
+        """Leave. The next trainer gets an unacknowledged step again."""
         if self._channel is not None:
             self._channel.close()
 

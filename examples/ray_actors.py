@@ -1,13 +1,13 @@
-"""Rollout actors of Ray, whose trajectories go through shared memory and not through its store.
+"""Rollout actors of Ray, with trajectories through shared memory instead of Ray's store.
 
     pip install 'shmbus[train]' ray
     python examples/ray_actors.py              # half a minute on two cores; --quick for less
 
 Ray places and watches the actors; the bus carries prompts and trajectories. A `Producer` pickles by
-name, so it is an argument as any other. One of the two actors is killed in the midst of the run:
-Ray starts it again, and what it had in hand is sampled by whoever asks next. No group is lost.
+name, like any argument. The script kills an actor in the middle of the run: Ray restarts the actor,
+and the next worker samples the lost prompts. No group is lost.
 
-Actors and trainer are on one machine here.
+Actors and trainer share a machine here.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ SCHEMA: Any = {"tokens": "int32", "logprobs": "float32"}
 
 @ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)
 class Rollouts:
-    """An actor that answers requests."""
+    """Actor with answers to requests."""
 
     def __init__(self, producer: shmbus.Producer) -> None:
         self.producer = producer
         self.rng = np.random.default_rng()
 
     def pid(self) -> int:
-        """Return the process that the actor lives in."""
+        """Return the process id of the actor."""
         return os.getpid()
 
     def run(self, idle_s: float) -> int:
-        """Answer until nothing is asked for so long; return how many answers there were."""
+        """Answer until the requests pause for so long; return the count of answers."""
         answers = 0
         while (request := self.producer.requests.next(timeout=idle_s)) is not None:
             length = int(self.rng.integers(4, 32))
@@ -58,7 +58,7 @@ class Rollouts:
 
 
 def train(bus: str, actors: list[Any], steps: int) -> int:
-    """Take batches; kill an actor in the midst. Returns the sequences that were trained."""
+    """Take batches; kill an actor in the middle. Return the trained sequences."""
     trained = 0
     with OnlineDataHandler(
         bus, groups_per_batch=GROUPS_PER_BATCH, extra_fields={"actor": "meta"}
@@ -78,13 +78,13 @@ def train(bus: str, actors: list[Any], steps: int) -> int:
 
 
 def main() -> int:
-    """Run actors and trainer; 0 where each sequence came, and once."""
+    """Run actors and trainer; return 0 after exactly one training of each sequence."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     steps = 10 if parser.parse_args().quick else 100
     bus = f"ray-{os.getpid()}-{secrets.token_hex(3)}"
     torch.set_num_threads(1)
-    # One of its own, whatever else runs here; leave `address` out to join yours.
+    # A private cluster; leave `address` out to join yours.
     ray.init(address="local", num_cpus=ACTORS, include_dashboard=False, log_to_driver=False)
     try:
         with shmbus.Bus.create(bus, "16MiB", schema=SCHEMA), shmbus.Producer(bus) as producer:

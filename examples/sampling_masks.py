@@ -1,9 +1,9 @@
-"""Sampling by top-k, replayed: the policy is the softmax over the ids that were sampled among.
+"""Replay of top-k sampling: the policy is the softmax over the ids eligible at each token.
 
     python examples/sampling_masks.py             # a second
 
-Without the masks the trainer's probabilities are of the whole vocabulary, and ratios are wrong
-before the first step. With them they are 1.
+Without masks the trainer's probabilities cover the whole vocabulary, and ratios are wrong before
+the first step. With masks every ratio is 1.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ VOCABULARY, TOP_K, LENGTH, GROUP_SIZE = 50, 5, 32, 8
 
 
 def policy() -> torch.Tensor:
-    """Logits of the next token, by the one before it."""
+    """Logits of the next token, by its predecessor."""
     return torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 2
 
 
 def put_group(producer: shmbus.Producer, rng: np.random.Generator) -> None:
-    """Sample a group by top-k, and put the ids with each token; the prompt is one token."""
+    """Sample a group by top-k, and put the eligible ids with each token; the prompt is a token."""
     logits, samples = policy().numpy(), []
     for _ in range(GROUP_SIZE):
         tokens, logprobs, allowed = [int(rng.integers(VOCABULARY))], [0.0], []
@@ -53,7 +53,7 @@ def put_group(producer: shmbus.Producer, rng: np.random.Generator) -> None:
 
 
 def main() -> None:
-    """Compare the ratios of new over old probability, under the weights that sampled."""
+    """Compare the ratios of new over old probability, under the sampling weights."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--quick", action="store_true", help="accepted as in other examples; changes nothing"

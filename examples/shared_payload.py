@@ -1,8 +1,8 @@
-"""An image once a group: once in the ring, and once in the batch.
+"""An image a group: once in the ring, and once in the batch.
 
     python examples/shared_payload.py             # a second
 
-A worker that makes a whole group puts what its samples have in common beside them.
+A worker for whole groups puts the common parts of the samples beside them.
 """
 
 from __future__ import annotations

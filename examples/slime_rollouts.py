@@ -1,16 +1,15 @@
-"""slime on a bus: a rollout function that takes groups from it.
+"""slime on a bus: a rollout function that takes groups from the bus.
 
     SHMBUS_BUS=run1 ... --rollout-function-path slime_rollouts.generate_rollout
 
-Rollout workers put their samples with `put_sample`, from any process of this machine. slime
-installs with CUDA only, so this is written for, and tested by, the interface that it published
-(624b824).
+Rollout workers put samples by `put_sample`, from any process of this machine. slime installs with
+CUDA only: the tests run against its published interface (624b824).
 
-- slime takes samples one by one, and a group once it has enough of them. Nobody numbers the samples
-  of a group, so each is a bus group of one, and the reader groups them by their key.
-- A sample that slime cannot have is dropped and ends the call by name; the next call goes on.
-- Groups are acknowledged by the call for the next step, when slime has trained on them; those of a
-  trainer that died before are delivered again.
+- slime takes samples one by one, and a group at its full size. Samples carry no number within their
+  group: each becomes a bus group by itself, and the reader groups them by key.
+- A sample unfit for slime is dropped and ends the call by name; the next call goes on.
+- The call for the next step acknowledges its predecessor's groups, trained by slime meanwhile; the
+  groups of a dead trainer come again.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ import shmbus
 
 _LOG = logging.getLogger("shmbus.slime")
 _TAKE_GROUPS = 256
-#: Seconds that one wait for groups lasts; between two of them Ctrl-C is seen to.
+#: Seconds of a wait for groups, between two checks for Ctrl-C.
 _WAIT_S = 1.0
 #: Numbers of this process's samples; a producer's id is unique on its bus.
 _numbers = itertools.count()
-#: Where the meta of a record has the item.
+#: Key of the item in a record's meta.
 ITEM_KEY = "slime"
-#: Lists of numbers that become arrays, so that a trainer on this machine reads views of them.
+#: Lists of numbers that become arrays: zero-copy views for a trainer on this machine.
 _ARRAYS = (("tokens", np.int64), ("loss_mask", np.int64), ("rollout_log_probs", np.float64))
-#: Ints have no end; NaN and infinity are beyond it, too.
+#: Python ints exceed floats; NaN and infinity fail the comparison, too.
 _LARGEST_SCORE = sys.float_info.max
 
 
 class Sample(NamedTuple):
-    """An item that waits for the others of its group, and the bus group that it came as."""
+    """An item with its bus group, waiting for its siblings."""
 
     item: dict[str, Any]
     group: shmbus.Group
@@ -59,14 +58,14 @@ def _array(item: Mapping[str, Any], name: str, dtype: type[np.generic]) -> Any:
         array = np.array(values, dtype)
     except OverflowError:
         return None
-    # A list that mixes int and float stays as it is, in the meta: an array would not give it back.
+    # A list of mixed int and float stays in the meta: an array would lose the types.
     if dtype is np.float64 and any(type(value) is int for value in values):
         return None
     return array if np.isfinite(array).all() else None
 
 
 def sample_of(item: Mapping[str, Any], *, policy_version: int = 0) -> dict[str, Any]:
-    """Return an item as one sample of `Producer.put_group`; its reward is the score."""
+    """Return an item as a sample of `Producer.put_group`; its reward is the score."""
     if not isinstance(item, Mapping):
         raise TypeError(f"item: expected a mapping, got {type(item).__name__}")
     key = item.get("instance_id")
@@ -77,7 +76,7 @@ def sample_of(item: Mapping[str, Any], *, policy_version: int = 0) -> dict[str, 
         )
     reward = item.get("reward", 0.0)
     if isinstance(reward, dict):
-        # With several rewards the trainer chooses one by its own option.
+        # With several rewards the trainer chooses by its own option.
         score = 0.0
     elif isinstance(reward, (int, float)) and abs(reward) <= _LARGEST_SCORE:
         score = float(reward)
@@ -94,13 +93,13 @@ def sample_of(item: Mapping[str, Any], *, policy_version: int = 0) -> dict[str, 
 
 
 def is_slime(group: shmbus.Group) -> bool:
-    """Whether a bus group was made by `sample_of`."""
+    """Whether `sample_of` made a bus group."""
     meta = group[0].meta if len(group) else None
     return isinstance(meta, dict) and isinstance(meta.get(ITEM_KEY), dict)
 
 
 def item_of(group: shmbus.Group) -> dict[str, Any]:
-    """Return the item that a record was made of, its keys in the order in which they came."""
+    """Return the item of a record, its keys in their original order."""
     try:
         (sample,) = group.trajectories
         rest = sample.meta[ITEM_KEY]
@@ -119,7 +118,7 @@ def item_of(group: shmbus.Group) -> dict[str, Any]:
 
 
 class SampleGroups:
-    """Samples by their key, in the order in which the keys came; late ones join a whole group."""
+    """Samples by key, in order of the keys' arrival; late samples join a whole group."""
 
     def __init__(self, group_size: int) -> None:
         self.group_size = group_size
@@ -127,7 +126,7 @@ class SampleGroups:
         self._uids: dict[str | int, set[str]] = {}
 
     def add(self, sample: Sample) -> bool:
-        """Add a sample; False for a second one of its group with the same ``uid``, which is not."""
+        """Add a sample; return False for a repeated ``uid`` within a group, without adding."""
         key = sample.item["instance_id"]
         uid = sample.item.get("uid")
         if isinstance(uid, str):
@@ -139,7 +138,7 @@ class SampleGroups:
         return True
 
     def complete(self) -> int:
-        """Return how many groups are complete."""
+        """Return the count of complete groups."""
         return sum(len(samples) >= self.group_size for samples in self._groups.values())
 
     def take(self, limit: int) -> list[list[Sample]]:
@@ -151,13 +150,13 @@ class SampleGroups:
 
 
 def put_sample(producer: shmbus.Producer, item: Mapping[str, Any]) -> None:
-    """Put a sample: `instance_id` says its group, `reward` is its score."""
+    """Put a sample: `instance_id` names its group, `reward` becomes its score."""
     key = f"slime-{producer.producer_id}-{next(_numbers)}"
     producer.put_group(key, [sample_of(item, policy_version=producer.policy_version)])
 
 
 def _fill(sample: Any, item: Mapping[str, Any]) -> Any:
-    """Set what an item has and a Sample knows; what is put is completed, unless it says else."""
+    """Set an item's known fields on a Sample; the default status is completed."""
     try:
         sample.status = type(sample).Status(item.get("status", "completed"))
     except ValueError as error:
@@ -165,7 +164,7 @@ def _fill(sample: Any, item: Mapping[str, Any]) -> Any:
             f"status of a sample of group {item.get('instance_id')!r}, uid {item.get('uid')!r}: "
             f"{error}; report what slime knows"
         ) from error
-    # Its fields alone: whoever puts an item replaces no method of it.
+    # Only fields: an item must never replace a method.
     known = vars(sample)
     for name, value in item.items():
         if name != "status" and name in known:
@@ -232,13 +231,13 @@ class SlimeRollouts:
         return sample
 
     def ack(self) -> None:
-        """Acknowledge what the last call returned: it was trained on."""
-        # A call that Ctrl-C has interrupted may have acknowledged some of it.
+        """Acknowledge the last call's groups, trained by now."""
+        # An interrupted call may have acknowledged a part.
         self._consumer.ack([group for group in self._given if group.state == "leased"])
         self._given = []
 
     def close(self) -> None:
-        """Leave the bus; what was not acknowledged is delivered to the next trainer."""
+        """Leave the bus; the next trainer gets the unacknowledged groups."""
         self._consumer.close()
 
 

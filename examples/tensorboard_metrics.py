@@ -3,13 +3,13 @@
     pip install 'shmbus[train]' tensorboard
     python examples/tensorboard_metrics.py --logdir runs     # then: tensorboard --logdir runs
 
-``handler.metrics()`` is a flat dict of floats, of what came since the last call: rewards, lag,
-lengths, waiting and packing times, drops by reason, and how full the bus is. wandb takes the same
-dict (wandb_offline.py), and so does mlflow, with a file store for instance:
+``handler.metrics()`` is a flat dict of floats since the last call: rewards, lag, lengths, waiting
+and packing times, drops by reason, and fill of the bus. wandb takes the same dict
+(wandb_offline.py), as does mlflow, for instance with a file store:
 
     mlflow.log_metrics(handler.metrics(), step=batch.step)
 
-There is no model here: a worker answers with random tokens, and its scores rise by themselves.
+No model here: a worker answers with random tokens, and its scores rise by themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUP_SIZE, GROUPS_PER_BATCH = 8, 8
 
 
 def work(bus: str) -> None:
-    """Answer requests with random tokens, until killed; one in ten samples is cut off."""
+    """Answer requests with random tokens, until killed; a tenth of the samples is cut off."""
     rng = np.random.default_rng(0)
     with shmbus.Producer(bus, wait=60.0) as producer:
         while (request := producer.requests.next()) is not None:
@@ -55,7 +55,7 @@ def train(bus: str, logdir: str, steps: int) -> None:
     ):
         handler.offer([{}] * (steps * GROUPS_PER_BATCH), group_size=GROUP_SIZE)
         for batch in handler:
-            # A training step would be here.
+            # Place of the training step.
             handler.set_policy_version(handler.step)
             handler.ack(batch)
             for name, value in handler.metrics("rollout/").items():
@@ -64,7 +64,7 @@ def train(bus: str, logdir: str, steps: int) -> None:
 
 
 def show(logdir: str) -> int:
-    """Read back what was written; return how many curves there are."""
+    """Read the written curves; return their count."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(logdir)
@@ -78,7 +78,7 @@ def show(logdir: str) -> int:
 
 
 def main() -> int:
-    """Run a worker's process and the trainer; 0 where there are curves."""
+    """Run a worker's process and the trainer; return 0 for at least a curve."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--logdir", default="runs", help="where to write")

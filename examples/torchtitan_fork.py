@@ -1,11 +1,11 @@
 """The data handler of torchtitan's fork for Atropos, with batches of a bus in place of HTTP.
 
     use_bus(torchtitan.grpo.data_handling, "run1")
-    handler = torchtitan.grpo.data_handling.OnlineDataHandler()   # its own, all but the transport
+    handler = torchtitan.grpo.data_handling.OnlineDataHandler()   # unchanged but for the transport
 
-Its handler asks an Atropos server by the module's ``requests``: this puts an object there that
+The handler asks an Atropos server by the module's ``requests``; `use_bus` puts an object there with
 answers from the bus. Environments send through `trainer_adapter.adapters.atropos.ShmbusEnv`, or the
-gateway. Written for, and tested by, the interface of NousResearch/torchtitan 26870b6.
+gateway. Tested against the interface of NousResearch/torchtitan 26870b6.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from trainer_adapter.adapters.atropos import AtroposTrainer
 
-#: Seconds of one wait for a batch; between two of them Ctrl-C is seen to.
+#: Seconds of a wait for a batch, between two checks for Ctrl-C.
 _WAIT_S = 1.0
 
 
 def use_bus(data_handling: ModuleType, bus: str, **options: Any) -> None:
     """Have the handler of ``torchtitan.grpo.data_handling`` take its batches from a bus.
 
-    `options` are those of `AtroposTrainer`.
+    `options` go to `AtroposTrainer`.
     """
     missing = [n for n in ("OnlineDataHandler", "requests") if not hasattr(data_handling, n)]
     if missing:
@@ -31,7 +31,7 @@ def use_bus(data_handling: ModuleType, bus: str, **options: Any) -> None:
 
 
 class _BusAnswers:
-    """What the handler asks of ``requests``: one registration, and then batches."""
+    """Stand-in for ``requests`` in the handler: a registration, then batches."""
 
     def __init__(self, bus: str, options: dict[str, Any]) -> None:
         self.bus = bus

@@ -4,13 +4,13 @@
     python examples/trl_async.py                     # a tiny model from a config; a Hopper GPU
     python examples/trl_async.py --steps 200 --workers 4 --output runs/trl
 
-TRL's asynchronous trainer needs FlashAttention 3 and so a Hopper GPU. The rollout processes need
+TRL's asynchronous trainer needs FlashAttention 3, hence a Hopper GPU. The rollout processes need
 nothing of TRL: they load each version of the weights from shared memory, sample, score, and put
-whole groups. Kill one at any time: the others go on, and nothing of the trainer notices. Kill the
-trainer and start it again with the same ``--output`` and ``--bus``: it resumes, and trains every
-group once.
+whole groups. Kill any of them at any time: the rest goes on, unnoticed by the trainer. Restart a
+killed trainer with the same ``--output`` and ``--bus``: training resumes, with every group trained
+once.
 
-The task: after a word, say that word again. The reward is the share of right words.
+Task: repeat a word. The reward is the share of right words.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainer_adapter.adapters.trl import (
 WORDS = 16
 ANSWER_TOKENS = 6
 GROUP_SIZE = 8
-#: Groups that workers may be ahead of the trainer: half of what one step takes.
+#: Groups workers may be ahead of the trainer: half of a step's.
 MAX_LEAD = 8
 
 
@@ -66,7 +66,7 @@ def write_model(directory: Path) -> None:
 def sample(
     model: Any, word: int, temperature: float, generator: torch.Generator
 ) -> tuple[Any, Any]:
-    """Sample a group of one prompt; return tokens and their logprobs, [group, n] each."""
+    """Sample a group for a prompt; return tokens and their logprobs, [group, n] each."""
     ids = torch.full((GROUP_SIZE, 1), word)
     logprobs = torch.zeros(GROUP_SIZE, 1)
     for _ in range(ANSWER_TOKENS):
@@ -78,7 +78,7 @@ def sample(
 
 
 def work(bus: str, directory: str, temperature: float, seed: int) -> None:
-    """Be a rollout process: newest weights, one group, and again, until the bus is gone."""
+    """Run as a rollout process: newest weights, a group, and again, until the bus is gone."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
@@ -119,9 +119,9 @@ def train(arguments: argparse.Namespace, model: str) -> float:
             max_steps=arguments.steps,
             num_generations=GROUP_SIZE,
             max_completion_length=ANSWER_TOKENS,
-            # TRL asks nobody for samples here, so the workers are told by their command line.
+            # TRL requests no samples here: the command line configures the workers.
             temperature=arguments.temperature,
-            # A step takes what fits; TRL asks a vLLM server where this is missing.
+            # Tokens of a step; without the value TRL asks a vLLM server.
             token_budget=256,
             per_device_train_batch_size=16,
             learning_rate=arguments.learning_rate,
@@ -134,7 +134,7 @@ def train(arguments: argparse.Namespace, model: str) -> float:
             report_to=[],
             disable_tqdm=True,
         ),
-        # TRL wants one; the prompts are the workers' own.
+        # TRL wants a data set; the workers bring their own prompts.
         train_dataset=Dataset.from_dict({"prompt": ["w2"]}),
         rollout_worker=worker,
         weight_transfer=ShmbusWeights(arguments.bus),

@@ -1,14 +1,14 @@
-"""TRL's GRPOTrainer whose prompts are answered by rollout processes of your own, over a bus.
+"""TRL's GRPOTrainer with prompts answered by your own rollout processes, over a bus.
 
     pip install shmbus trl==1.16.0 'torch>=2.8'
     python examples/trl_sync.py                      # a tiny model from a config; two CPU cores do
     python examples/trl_sync.py --steps 100 --workers 4
 
-The trainer offers its prompts as requests. The workers, which need nothing of TRL, take one sample
-each, and answer with tokens, logprobs and a score. The weights go the other way, through shared
-memory. Kill a worker at any time: what it had in hand is asked of another one.
+The trainer offers its prompts as requests. Workers, free of TRL, take a sample at a time, and
+answer with tokens, logprobs and a score. Weights return through shared memory. Kill a worker at any
+time: a surviving worker samples its prompts.
 
-The task: after a word, say that word again. The reward is the share of right words.
+Task: repeat a word. The reward is the share of right words.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def write_model(directory: Path) -> None:
 def sample(
     model: Any, prompt: torch.Tensor, sampling: dict[str, Any], generator: torch.Generator
 ) -> tuple[Any, Any]:
-    """Sample one completion as TRL is told to; return all tokens and their logprobs, [n] each."""
+    """Sample a completion by TRL's options; return all tokens and their logprobs, [n] each."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    # TRL divides its own logits by the temperature, and corrects for what else the sampler did.
+    # TRL divides its own logits by the temperature, and corrects for further sampling options.
     warpers: list[Any] = [TemperatureLogitsWarper(float(sampling["temperature"]))]
     if sampling["top_k"] > 0:
         warpers.append(TopKLogitsWarper(sampling["top_k"]))
@@ -80,7 +80,7 @@ def sample(
 
 
 def work(bus: str, directory: str, seed: int) -> None:
-    """Be a rollout process: a request, the newest weights, a sample, until the bus is gone."""
+    """Run as a rollout process: a request, the newest weights, a sample, until the bus is gone."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def work(bus: str, directory: str, seed: int) -> None:
             completion = tokens[len(prompt) :]
             producer.requests.answer(
                 request,
-                # The data set's other columns are in the meta, too.
+                # The data set's further columns lie in the meta, too.
                 score=(completion == request.meta["answer"]).float().mean(),
                 policy_version=version,
                 tokens=tokens,
@@ -140,7 +140,7 @@ def train(arguments: argparse.Namespace, model: str) -> float:
         train_dataset=Dataset.from_dict(
             {"prompt": [f"w{i}" for i in range(2, WORDS)], "answer": list(range(2, WORDS))}
         ),
-        # By its model's type transformers would take another tokenizer for this directory.
+        # The default by model type would be a wrong tokenizer for this directory.
         processing_class=PreTrainedTokenizerFast.from_pretrained(model),
         rollout_func=rollouts,
         reward_funcs=rollouts.reward,

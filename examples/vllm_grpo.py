@@ -4,14 +4,14 @@
     python examples/vllm_grpo.py --output runs/one    # some minutes on two cores
     shmbus web vllm-one                               # the page, beside it
 
-One command starts all of it: the server, a process of workers that keeps many requests in flight,
-and the trainer, a stock transformers model. Kill any of it, or all of it: the same command goes on,
-and no prompt is trained twice. Nothing is downloaded; the model is made here, with random weights.
-``--model FOLDER`` takes one of yours; then replace the task, which is the first part of this file.
+The command starts everything: the server, a process of workers with many requests in flight, and
+the trainer, a stock transformers model. Kill any part, or the whole: the same command resumes, and
+no prompt is trained twice. Nothing to download: the script makes a model with random weights.
+``--model FOLDER`` takes your model; then replace the task, the first part of this file.
 
-``--weights`` says how a step's weights come to the server: ``keep`` through shared memory, beside
-requests in flight; ``lora``, an adapter alone; ``checkpoint``, files that the server reads again;
-``restart``, a server that is started anew with the files.
+``--weights`` chooses the way of a step's weights to the server: ``keep``, shared memory beside
+requests in flight; ``lora``, only an adapter; ``checkpoint``, files read again by the server;
+``restart``, a fresh server with the files.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def prompts(*, held_out: bool) -> list[dict[str, Any]]:
 
 
 def forever() -> Iterator[dict[str, Any]]:
-    """Give the prompts again and again, in an order that is the same in each life."""
+    """Yield the prompts again and again, in the same order in each life."""
     rng, asked = random.Random(0), prompts(held_out=False)
     while True:
         rng.shuffle(asked)
@@ -110,7 +110,7 @@ async def adapter(client: openai.AsyncOpenAI, version: int) -> str:
 
 
 async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI, lora: bool) -> None:
-    """Answer requests one after the other."""
+    """Answer requests one by one."""
     while (request := await producer.requests.anext()) is not None:
         version, prompt = producer.policy_version, request["prompt"].tolist()
         more = {"return_token_ids": True, "ignore_eos": True, "cache_salt": request.cache_salt}
@@ -131,11 +131,11 @@ async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI, lora: bool
             continue
         choice: Any = completion.choices[0]
         if choice.finish_reason == "abort":
-            producer.requests.release(request)  # it was cut short for new weights
+            producer.requests.release(request)  # cut short for new weights
             continue
         answer = {
             "score": score(request, choice.token_ids),
-            "policy_version": version,  # the oldest that it may have met
+            "policy_version": version,  # the oldest possible
             "tokens": prompt + choice.token_ids,
             "logprobs": [0.0] * len(prompt) + choice.logprobs.token_logprobs,
             "loss_mask": [0] * len(prompt) + [1] * len(choice.token_ids),
@@ -151,7 +151,7 @@ async def run_workers(bus: str, url: str, lora: bool) -> None:
 
 
 def be_workers(*arguments: Any) -> None:
-    """Be the workers' process, until the trainer's ends, however it does."""
+    """Run as the workers' process, until the trainer's end or death."""
     trainer = multiprocessing.parent_process()
     assert trainer is not None
 
@@ -167,13 +167,13 @@ def be_workers(*arguments: Any) -> None:
 
 
 def managed(options: argparse.Namespace, folder: Path) -> ManagedServer:
-    """Describe the server; it ends with this process, however that ends."""
+    """Describe the server; its life ends with this process."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", "{checkpoint}", "--served-model-name", "policy"]
     command += ["--port", str(options.port)]
     command += ["--host", "127.0.0.1", "--weight-transfer-config", '{"backend": "shmbus"}']
     command += options.server.split()
-    if options.weights == "restart":  # what a version's folder has not
+    if options.weights == "restart":  # files missing from a version's folder
         command += ["--hf-config-path", str(folder), "--tokenizer", str(folder)]
         command += ["--generation-config", "vllm"]
     if options.weights == "lora":
@@ -190,7 +190,7 @@ def managed(options: argparse.Namespace, folder: Path) -> ManagedServer:
 def sender(
     options: argparse.Namespace, bus: str, model: Any, server: ManagedServer
 ) -> Iterator[Callable[[int], Any]]:
-    """Make what brings a version to the server."""
+    """Make the function that brings a version to the server."""
     engine = VllmServer(server.address)
     if options.weights == "keep":
         fleet = EngineFleet([engine], bus=bus, mode="keep")
@@ -223,7 +223,7 @@ def sender(
 
 
 def load(options: argparse.Namespace, folder: Path) -> Any:
-    """Load the model, and give it an adapter where that alone is trained."""
+    """Load the model, and add an adapter for adapter-only training."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -293,13 +293,13 @@ def train(options: argparse.Namespace, bus: str, model: Any, send: Callable[[int
             state |= {"handler": handler.state_dict(), "evaluation": evaluation}
             torch.save(state, saved.with_suffix(".new"))
             os.replace(saved.with_suffix(".new"), saved)
-            while trained:  # behind the checkpoint: what is in neither comes again
+            while trained:  # after the checkpoint: unsaved groups come again
                 handler.ack(trained.pop(0))
     return evaluation
 
 
 def main() -> int:
-    """Start what is missing, and train; 0 where it learned the task."""
+    """Start missing parts, and train; return 0 after learning the task."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs/vllm"))
     parser.add_argument("--model", type=Path, help="a folder of yours")

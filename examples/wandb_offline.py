@@ -3,11 +3,11 @@
     pip install 'shmbus[train]' wandb
     WANDB_MODE=offline python examples/wandb_offline.py      # later: wandb sync wandb/offline-run-*
 
-``handler.metrics()`` goes into ``run.log`` as it is; its names say what belongs together. One group
-of each batch is shown as text, with its rewards and what was sampled: look at samples, not at
-curves alone. In a notebook it is the same code, in one cell after another.
+``handler.metrics()`` goes unchanged into ``run.log``; prefixes group the names. The script shows a
+group of each batch as text, with rewards and samples: look at samples, not only at curves. In a
+notebook the same code runs cell after cell.
 
-There is no model here: a worker answers with random letters, and its scores rise by themselves.
+No model here: a worker answers with random letters, and its scores rise by themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LETTERS = np.array(list(string.ascii_lowercase))
 
 
 def work(bus: str) -> None:
-    """Answer requests with random letters, until killed; one in ten samples is cut off."""
+    """Answer requests with random letters, until killed; a tenth of the samples is cut off."""
     rng = np.random.default_rng(0)
     with shmbus.Producer(bus, wait=60.0) as producer:
         while (request := producer.requests.next()) is not None:
@@ -48,7 +48,7 @@ def work(bus: str) -> None:
 
 
 def rows_of(batch: Batch) -> list[list[Any]]:
-    """Show the first group of a batch: its prompt, and of each sample its reward and text."""
+    """Return rows of a batch's first group: prompt, and reward and text of each sample."""
     group = batch.groups[0]
     return [
         [batch.step, group.instance_id, t.index, t.score, "".join(LETTERS[t["tokens"]])]
@@ -57,7 +57,7 @@ def rows_of(batch: Batch) -> list[list[Any]]:
 
 
 def train(bus: str, directory: str, steps: int) -> Path:
-    """Take batches, and log the metrics of each; return where the run was written."""
+    """Take batches, and log the metrics of each; return the folder of the run."""
     import wandb
 
     shown: list[list[Any]] = []
@@ -68,7 +68,7 @@ def train(bus: str, directory: str, steps: int) -> Path:
     ):
         handler.offer([{}] * (steps * GROUPS_PER_BATCH), group_size=GROUP_SIZE)
         for batch in handler:
-            # A training step would be here.
+            # Place of the training step.
             shown += rows_of(batch)
             handler.set_policy_version(handler.step)
             handler.ack(batch)
@@ -80,7 +80,7 @@ def train(bus: str, directory: str, steps: int) -> Path:
 
 
 def main() -> int:
-    """Run a worker's process and the trainer; 0 where a run was written."""
+    """Run a worker's process and the trainer; return 0 for a written run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--directory", default=".", help="where wandb makes its folder")

@@ -4,8 +4,8 @@
     python examples/weights_in_flight.py one-copy     # trainer and server have the same memory
     python examples/weights_in_flight.py checkpoint   # files, for engines that reload by a path
 
-The server answers requests of 16 tokens without a pause. Each token shows which version it met; a
-mix of two would show as "torn". For servers of vLLM and SGLang see docs/weights.md.
+The server answers requests of 16 tokens without a pause. Each token shows its version; a mix of
+two would show as "torn". For servers of vLLM and SGLang see docs/weights.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENS = 16
 
 
 def build() -> torch.nn.Module:
-    """Make a model whose weights are the number of their version, so that a mix shows."""
+    """Make a model with the version number as its weights: a mix shows."""
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     return model.requires_grad_(False)
 
@@ -43,7 +43,7 @@ def fill(model: torch.nn.Module, version: int) -> None:
 
 
 def token(model: torch.nn.Module) -> str:
-    """Generate: read all weights, as a forward pass does."""
+    """Generate: read every weight, like a forward pass."""
     met = torch.cat([parameter.unique() for parameter in model.parameters()]).unique()
     return str(int(met[0])) if len(met) == 1 else "torn"
 
@@ -78,7 +78,7 @@ def serve(bus: str, mode: str, folder: str, to_trainer: Connection) -> None:
 
 
 def main() -> None:
-    """Train, and print the versions that requests met."""
+    """Train, and print the versions met by requests."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     modes = ("versions", "one-copy", "checkpoint")
     parser.add_argument("mode", nargs="?", choices=modes, default="versions")
@@ -102,7 +102,7 @@ def main() -> None:
             shared = None
         server = spawn.Process(target=serve, args=(bus, mode, directory, theirs))
         server.start()
-        answers = [ours.recv()]  # it answers: from here on weights change under its requests
+        answers = [ours.recv()]  # from here on weights change under running requests
         for version in range(1, STEPS + 1):
             if shared is not None:
                 with shared.stepping(version, timeout=60.0):

@@ -35,7 +35,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, ClassVar, Final, Protocol
 
-#: A path in the repository, which the site has under the same name.
+#: A path in the repository, and on the site.
 _PAGE: Final = "docs/errors.md"
 
 
@@ -73,17 +73,17 @@ class BusFullError(ShmbusError):
     Attributes
     ----------
     accepted : int
-        Items of ``put_many`` committed before this; 0 for ``put``.
+        Items of ``put_many`` committed before the error; 0 for ``put``.
     """
 
     accepted: int = 0
 
 
 class BusBusyError(ShmbusError):
-    """Another process has the only place, or all places are taken.
+    """A different process has the only place, or every place is taken.
 
     A bus has one reader (a Consumer or a daemon) and `max_producers` producers. The message has the
-    pid of the holder: end that process, lease from the daemon, or create a larger bus.
+    pid of the holder: end the holder, lease from the daemon, or create a larger bus.
     """
 
 
@@ -199,7 +199,7 @@ class StallError(ShmbusError):
 
 
 class PeerGoneError(ShmbusError):
-    """The process at the other side ended: the kernel dropped its lock.
+    """The peer process ended: the kernel dropped its lock.
 
     Attributes
     ----------
@@ -234,8 +234,8 @@ class DeviceMismatchError(ShmbusError):
 
 
 class WeightsError(ShmbusError):
-    """Base class of weights errors; by itself, a version that was given up."""
+    """Base class of weights errors; by itself, an abandoned version."""
 
 
 class ChannelError(ShmbusError):
-    """Base class of channel errors; by itself, a call that does not fit the channel's state."""
+    """Base class of channel errors; by itself, a call in the wrong state of the channel."""

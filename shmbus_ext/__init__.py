@@ -1,11 +1,11 @@
-"""The C core of shmbus. Its byte layout is in LAYOUT.md, its types are in _core.pyi."""
+"""C core of shmbus. LAYOUT.md documents its bytes, _core.pyi its types."""
 
 from importlib import import_module
 
 try:
     import_module("shmbus_ext._core")
 except ModuleNotFoundError as error:
-    # Only the core itself: what that fails to import says so best by its own name.
+    # Only for the core itself: the name of a missing dependency says more.
     if error.name != "shmbus_ext._core":
         raise
     raise ImportError(
@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
         "installed package, or compile here: python setup.py build_ext --inplace"
     ) from None
 except ImportError as error:
-    if error.path is None:  # it loads, and its initialisation says why not
+    if error.path is None:  # the file loads; its initialisation gives the reason
         raise
     raise ImportError(
         f"shmbus_ext: expected a _core for this system's C library, got one that does not load "

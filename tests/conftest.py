@@ -1,12 +1,12 @@
-"""What the whole suite shares: bus names, child processes, seeds and deadlines.
+"""Common parts of the suite: bus names, child processes, seeds and deadlines.
 
 Invariants:
 
-- A run leaves no segment behind: each bus name carries the pid of its run, or of one of its
-  workers, and the run fails if a segment with such a name outlives it.
-- Files of tests run beside each other: a test looks only at what carries its own names and pids.
-- Only processes that this run started are ever ended.
-- Whatever waits has a deadline, and says what it waited for.
+- A run leaves no segment behind: bus names carry the pid of their run, or of its worker, and a
+  segment of such a name fails the run.
+- Files of tests run beside each other: a test looks only at its own names and pids.
+- A run ends only its own processes.
+- A wait has a deadline, and an error with the awaited event.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,12 +42,12 @@ from shmbus import Bus, Consumer, Feeder, Producer, Request
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.segment.names import remove_dead_socket
 
-# A shell that starts this in the background has it ignore Ctrl-C, and children inherit that; the
-# tests that interrupt one would wait in vain.
+# A shell's background job ignores Ctrl-C, as would its children; tests that interrupt children
+# would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With several workers (make test) each has its share of the files, and a core at most: a second
-# thread of torch would wait for that core, spinning.
+# Workers (make test) share the files and have a core each at most: a second thread of torch would
+# wait for the core, spinning.
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -57,25 +57,25 @@ SHM_DIR = Path("/dev/shm")
 SEGMENT_PREFIX = "shmbus."
 RUN_PREFIX = f"test-{os.getpid()}-"
 
-# Long enough for a loaded machine to start an interpreter that imports torch.
+# Long enough for a loaded machine to start an interpreter with torch.
 DEFAULT_DEADLINE_S = 60.0
-# A build that a sanitizer slows down is waited for as many times as long.
+# Factor of deadlines for a build slowed by a sanitizer.
 PATIENCE = float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
-# Short beside any deadline, long enough that waiting leaves the processor to what is awaited.
+# Short beside any deadline, long enough to leave the processor to the awaited process.
 POLL_INTERVAL_S = 0.005
 
 Value = TypeVar("Value")
 
 
 def _has(*names: str) -> bool:
-    # A folder of that name, wherever on the path it lies, would pass for a package without a file.
+    # A mere folder of the name, anywhere on the path, is no package.
     found = map(importlib.util.find_spec, names)
     return all(spec is not None and spec.origin is not None for spec in found)
 
 
 # Environments of other projects lack extras of shmbus; see `make test-peers`.
 _NEEDS = {"engines": ("aiohttp",), "gateway": ("aiohttp",), "web": ("aiohttp",)}
-# A folder of tests/peers has the name of the package that its tests need, with two exceptions.
+# A folder of tests/peers bears the name of its required package, with two exceptions.
 _PACKAGES = {"atropos": "atroposlib", "recorder": "anthropic"}
 _NEEDS |= {
     f"peers/{folder.name}": (_PACKAGES.get(folder.name, folder.name),)
@@ -84,16 +84,16 @@ _NEEDS |= {
 _BROWSED = ("browser", "busy_page", "narrow_pages", "page_names", "site")
 _NEEDS |= dict.fromkeys((f"web/test_{name}.py" for name in _BROWSED), ("playwright",))
 collect_ignore = [folder for folder, needs in _NEEDS.items() if not _has(*needs)]
-# Clusters of several nodes take longer than all else; `make test-relay` names their folder.
+# Clusters of several nodes take the longest; `make test-relay` names their folder.
 collect_ignore.append("peers/ray")
 
 
 def wait_until(
     predicate: Callable[[], Value], timeout: float = DEFAULT_DEADLINE_S, what: str = ""
 ) -> Value:
-    """Call `predicate` until its result is true, and return that; `timeout` is in seconds.
+    """Call `predicate` until its result is true, and return the result; `timeout` is in seconds.
 
-    Raises `TimeoutError` that names `what` was awaited (by default the predicate) and the last
+    Raises `TimeoutError` with the awaited event `what` (by default the predicate) and the last
     result.
     """
     deadline = time.monotonic() + timeout * PATIENCE
@@ -108,21 +108,21 @@ def wait_until(
 
 
 def open_descriptors() -> Counter[str]:
-    """What this process's descriptors lead to: memory files by name, each socket by its number.
+    """Targets of this process's descriptors: memory files by name, sockets by number.
 
-    Less what was open before, it is what was opened since: others may have been closed meanwhile,
-    as by a thread that ends or a collection of garbage.
+    A difference of two calls shows descriptors opened in between; earlier descriptors may have
+    closed meanwhile, with a thread or a collection of garbage.
     """
     found: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
-        # The one of the directory is closed by now.
+        # The directory's own descriptor closed by now.
         with contextlib.suppress(FileNotFoundError):
             found[os.readlink(f"/proc/self/fd/{number}")] += 1
     return found
 
 
 def takes_long(item: pytest.Item) -> bool:
-    """Whether a test is marked so, or has a watchdog that waits longer than that of the others."""
+    """Whether a test is marked slow, or has a longer watchdog than the default."""
     watchdog = item.get_closest_marker("timeout")
     return bool(item.get_closest_marker("slow")) or (
         watchdog is not None and watchdog.args[0] > float(item.config.getini("timeout") or 0)
@@ -131,7 +131,7 @@ def takes_long(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have long files run first, deadlines wait, and tests marked gpu skip without a device."""
-    # Of files that are shared out to workers, a long one at the end would leave the others idle.
+    # A long file at the end would leave the remaining workers idle.
     long = {item.path for item in items if takes_long(item)}
     items.sort(key=lambda item: item.path not in long)
     for item in items:
@@ -145,9 +145,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take what the imports of tests have left as it is: their children's environment, no garbage.
+    """Accept the state after the imports of tests: their children's environment, no garbage.
 
-    A collection, as some tests ask for and each end of a fork does, leaves that alone.
+    Later collections, at a test's request or at the end of a fork, skip these objects.
     """
     accept_environment()
     if IS_WORKER:
@@ -155,9 +155,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Fail a file whose import leaves a socket open: its ResourceWarning comes after all tests."""
+    before = open_descriptors()
+    report = yield
+    left = [name for name in open_descriptors() - before if name.startswith("socket:")]
+    if left:
+        report.outcome, report.longrepr = "failed", f"{collector.nodeid}: open: {left}"
+    return report
+
+
 @pytest.fixture(autouse=True)
 def environment_as_it_was() -> Iterator[None]:
-    """Take back what a test, or a library that it imports, has put into the environment."""
+    """Take back a test's changes of the environment, and its libraries'."""
     before = {**os.environ}
     yield
     if {**os.environ} != before:
@@ -177,7 +188,7 @@ def segments_named(prefix: str) -> list[Path]:
 
 @pytest.fixture
 def bus_name() -> Iterator[str]:
-    """A name that no other test and no other run has; its segment is removed after the test."""
+    """A unique name; its segment is removed after the test."""
     name = f"{RUN_PREFIX}{next(_bus_numbers)}-{secrets.token_hex(4)}"
     yield name
     # A test that kills a bus's owner can't remove the bus the regular way.
@@ -205,13 +216,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Have all workers use the same fork servers: each takes seconds of processor to start."""
+    """Share the fork servers among the workers: a start takes seconds of processor."""
     node.workerinput["fork_servers"] = share_servers()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over what a worker found left behind: its own exit status counts for nothing."""
+    """Take over a worker's list of leftovers: its own exit status counts for nothing."""
     _left_behind.extend(getattr(node, "workeroutput", {}).get("left_behind", []))
 
 
@@ -227,7 +238,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def seed() -> int:
-    """A fresh seed, or that of SHMBUS_TEST_SEED; pytest shows it where the test fails."""
+    """A fresh seed, or SHMBUS_TEST_SEED's; pytest shows the seed of a failed test."""
     given = os.environ.get("SHMBUS_TEST_SEED")
     value = int(given, 0) if given else secrets.randbits(32)
     print(f"seed {value}; SHMBUS_TEST_SEED={value} plays it again")
@@ -238,11 +249,11 @@ def seed() -> int:
 
 
 class Child:
-    """A process that a test started, with what it printed so far on either stream."""
+    """A process of a test, with its output so far on either stream."""
 
     def __init__(self, popen: subprocess.Popen[bytes] | Forked, log: Path) -> None:
         self.popen = popen
-        # A file rather than a pipe: a child that prints much never waits for the test to read.
+        # A file rather than a pipe: a talkative child never waits for the test to read.
         self._log = log
 
     @property
@@ -257,7 +268,7 @@ class Child:
         return self._log.read_text(errors="replace")
 
     def expect(self, line: str, timeout: float = DEFAULT_DEADLINE_S) -> None:
-        """Wait until it has printed `line`, whole; a child that ends without it is an error."""
+        """Wait for the whole line `line`; a child that ends without it is an error."""
 
         def printed_or_ended() -> bool:
             return line in self._whole_lines() or not self.running
@@ -288,7 +299,7 @@ class Child:
             ) from None
 
     def finish(self, timeout: float = DEFAULT_DEADLINE_S) -> str:
-        """Wait for its end, require exit status 0, and return what it printed."""
+        """Wait for its end, require exit status 0, and return its output."""
         status = self.wait(timeout)
         if status != 0:
             raise AssertionError(f"a child ended with status {status}:\n{self.output()}")
@@ -296,8 +307,8 @@ class Child:
 
 
 def execute(arguments: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    # Unbuffered, so that a line is there to be expected as soon as it is printed; and with the
-    # stacks of a child that a signal kills.
+    # Unbuffered, to show a line as soon as printed; and with the stacks of a child killed by a
+    # signal.
     argv = [sys.executable, "-u", "-X", "faulthandler", *arguments]
     with log.open("wb") as stream:
         return subprocess.Popen(
@@ -311,7 +322,7 @@ def execute(arguments: list[str], log: Path, env: dict[str, str]) -> subprocess.
 
 
 class Spawner:
-    """Starts Python processes, and ends those, and only those, when the test is over."""
+    """Starts Python processes, and ends them with the test."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -320,10 +331,10 @@ class Spawner:
     def script(
         self, text: str, *args: object, env: dict[str, str] | None = None, fresh: bool = False
     ) -> Child:
-        """Start `text` as a program of its own, with `args` in its `sys.argv[1:]`.
+        """Start `text` as a program, with `args` in its `sys.argv[1:]`.
 
-        With `fresh`, or an environment that modules read, by an interpreter of its own; else as a
-        fork of one that has imported what the program needs (fork_server.py).
+        With `fresh`, or an environment read by modules, by a new interpreter; otherwise as a fork
+        with the program's imports preloaded (fork_server.py).
         """
         path = self._directory / f"child-{len(self._children)}.py"
         path.write_text(text)
@@ -360,7 +371,7 @@ class Spawner:
         for number, child in enumerate(self._children):
             if child.running:
                 child.kill()
-            # Captured by pytest, and shown where the test fails.
+            # Captured by pytest, and shown for a failed test.
             print(f"--- child {number}, exit status {child.popen.returncode}\n{child.output()}")
 
 
@@ -425,7 +436,7 @@ def gateway(gateway_of: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def web(spawn: Spawner) -> Iterator[Callable[..., Any]]:
-    """Start the server of the page: `web(bus_name)`; it must not have logged a traceback."""
+    """Start the server of the page: `web(bus_name)`; a logged traceback fails the test."""
     from pages import Web
 
     made: list[Any] = []
@@ -448,7 +459,7 @@ def client_of(consumer: Consumer) -> DaemonClient:
 
 @pytest.fixture
 def bus(bus_name: str) -> Iterator[Bus]:
-    """A small bus; a file that needs another one has its own."""
+    """A small bus."""
     with Bus.create(bus_name, capacity="4MiB", max_producers=4) as handle:
         yield handle
 
@@ -467,7 +478,7 @@ def feeder(bus: Bus) -> Iterator[Feeder]:
 
 @contextlib.contextmanager
 def ends_of(bus: Bus, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
-    """Producer and consumer of a bus, which goes with them; `options` are the consumer's."""
+    """Producer and consumer of a bus, ended with the block; `options` are the consumer's."""
     with bus, Producer(bus.name) as producer, Consumer(bus.name, **options) as consumer:
         yield producer, consumer
 
@@ -502,7 +513,7 @@ def spawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
 
 
 def together(work: Callable[..., object], calls: Iterable[Any]) -> None:
-    """Call a function with each value at once, each in a thread, and wait for all."""
+    """Call a function with each value at once, in a thread each, and wait for the threads."""
     values = [*calls]
     with ThreadPoolExecutor(len(values)) as pool:
         for call in [pool.submit(work, value) for value in values]:
@@ -525,9 +536,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a tree whose extension has the points compiled in, once for all workers of a run.
+    """Build a tree with points in its extension, once for the workers of a run.
 
-    The object file of ``shmbus_ext/ROOM/FILE.c`` stays there as ``objects/shmbus_ext/ROOM/FILE.o``.
+    The object file of ``shmbus_ext/ROOM/FILE.c`` stays as ``objects/shmbus_ext/ROOM/FILE.o``.
     """
     base = tmp_path_factory.getbasetemp()
     tree = (base.parent if IS_WORKER else base) / "failpoints"

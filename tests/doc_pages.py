@@ -47,7 +47,7 @@ def installs(page: str, words: str) -> set[str]:
 
 
 def halves(page: str, words: str) -> tuple[str, str]:
-    """The code of two processes in one block: before and after a comment that has these words."""
+    """Return the code of two processes in a block: before and after a comment with these words."""
     first, comment, second = block(page, words).partition(words)
     return first, comment + second
 

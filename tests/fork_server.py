@@ -1,21 +1,20 @@
-"""Starts the suite's child programs as forks of a process that has imported what they need.
+"""Starts child programs of the suite as forks of processes with preloaded imports.
 
-A fresh interpreter needs a quarter of a second of processor to import NumPy and shmbus, and one and
-a quarter with torch; hundreds of children in a run of the suite did nothing else. A fork of a
-process that has done so, and nothing more, begins in a hundredth of that.
+A fresh interpreter takes a quarter of a second of processor to import NumPy and shmbus, and five
+quarters with torch, for hundreds of children in a run of the suite. A fork of a process with these
+imports, and nothing more, begins in a hundredth of the time.
 
 Invariants:
 
-- A child is a process of its own, as one that was executed: its script is `__main__`, at the top of
-  its stack; its arguments, directory, streams and environment are its own, and it ends as an
-  interpreter does, but that no destructor of a C++ library runs. Signals, locks and descriptors
-  know no difference.
+- A child equals an executed process: its script is `__main__`, at the top of its stack; it owns
+  arguments, directory, streams and environment, and ends like an interpreter, without destructors
+  of C++ libraries. Signals, locks and descriptors behave the same.
 - The workers of a run (pytest-xdist) share servers, which import at the first request and end with
-  the process that started them.
-- The server has one thread, and no handle, segment, loop or socket of shmbus is open in it: there
-  is nothing for a child to inherit but modules.
-- What only a fresh interpreter can do is left to one: another environment, what an interpreter does
-  at its start, and builds whose points are set before it.
+  their starting process.
+- A server has a single thread, and no open handle, segment, loop or socket of shmbus: a child
+  inherits only modules.
+- Fresh interpreters serve the rest: different environments, effects of an interpreter's start, and
+  builds with points set beforehand.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ __all__ = ["FUNCTIONS", "TEMPLATE", "Forked", "Streams", "end_servers", "fork"]
 #: A request: arguments and an environment.
 REQUEST_BYTES = 1 << 20
 
-#: What pytest writes for each test, and what an import of Ray leaves behind.
+#: Set by pytest for a test, or left behind by an import of Ray.
 NOT_READ = frozenset({"PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE"})
 
-#: What nothing reads before a child's own imports: children that have these are forked, too.
+#: Read only after a child's own imports: children with these variables are forked, too.
 READ_LATER = frozenset({"PYTHONPATH", "GLOO_SOCKET_IFNAME"})
 
-#: What every child needs, and what some need beside it.
+#: Modules for every child, then for some.
 COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMANDS.values()))
 PLAIN = ("uvloop", "shmbus.handles.consumer", "shmbus.handles.feeder", *COMMANDS)
-# With what torch imports at the first optimizer or loaded tensor, in as much time as all the rest.
+# Includes torch's imports at the first optimizer or loaded tensor: half of the whole time.
 TORCH = (*PLAIN, "torch._dynamo", "trainer_adapter.handler.handler")
 HTTP = (*PLAIN, "aiohttp.web", "shmbus.gateway.server")
-#: Programs with one of these words need them.
+#: Words in a program that ask for these modules.
 TORCH_WORDS = ("torch", "trainer_adapter", "shmbus.engines", "shmbus.tensors", "shmbus.weights")
 HTTP_WORDS = ("shmbus.gateway", "shmbus.web", '"proxy"')
 
-#: What children that run a function need; tests' own modules are not on the path of their template.
+#: Modules for children that run a function; their template's path lacks the tests' own modules.
 FUNCTIONS = (
     "aiohttp.web",
     "bench.contest.child",
@@ -77,26 +76,26 @@ FUNCTIONS = (
     "shmbus.weights.shared_model",
     "trainer_adapter.handler.handler",
 )
-#: Their context. A process has one template, which imports what was set last before it starts: so
-#: all set the same.
+#: Their context. A process has a single template with the modules set last before its start: every
+#: caller sets the same.
 TEMPLATE = multiprocessing.get_context("forkserver")
 TEMPLATE.set_forkserver_preload([*FUNCTIONS])
 
 
 def modules_for(program: str, arguments: list[str]) -> tuple[str, ...]:
-    """What a program, by its text or its module's name, will import."""
+    """Return a program's imports, by its text or its module's name."""
     if "demo" in arguments or any(word in program for word in TORCH_WORDS):
         return TORCH
     return HTTP if any(word in program for word in HTTP_WORDS) else PLAIN
 
 
 def environment() -> dict[str, str]:
-    """This process's, without what no module of a server reads."""
+    """Return this process's environment, without variables unread by modules of a server."""
     return {name: value for name, value in os.environ.items() if name not in NOT_READ}
 
 
 class Streams(NamedTuple):
-    """The files that are a child's streams; it writes from their beginning."""
+    """Files for a child's streams; the child writes from their beginning."""
 
     input: str
     output: str
@@ -104,14 +103,14 @@ class Streams(NamedTuple):
 
 
 class Forked:
-    """A child of the server, with the part of `subprocess.Popen` that the suite uses."""
+    """A child of the server, with the suite's part of `subprocess.Popen`."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._server = server
         self._lock = threading.Lock()
-        # It stays this process's number, alive or dead, until the server has reaped it.
+        # The pid stays valid, alive or dead, until the server reaps the child.
         self._end = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
@@ -146,7 +145,7 @@ class Forked:
 
 
 class ForkServer:
-    """The side of the server that a test talks to; `address` is where the server listens."""
+    """A test's side of the server listening at `address`."""
 
     def __init__(self, address: str) -> None:
         self._lock = threading.Lock()
@@ -173,7 +172,7 @@ class ForkServer:
             self._socket.send(json.dumps({**request, "number": self._asked}).encode())
             while data := self._socket.recv(REQUEST_BYTES):
                 number, answer = json.loads(data)
-                # A watchdog may have ended the test that waited for an earlier one.
+                # A watchdog may have ended an earlier waiting test.
                 if number == self._asked:
                     return answer
         raise ChildProcessError("the fork server ended")
@@ -183,7 +182,7 @@ class ForkServer:
 
 
 class OwnServer(ForkServer):
-    """A server that starts here, and ends with `close` or with this process."""
+    """A server started here, until `close` or the end of this process."""
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -199,9 +198,9 @@ class OwnServer(ForkServer):
             super().__init__(self.address)
 
     def close(self) -> None:
-        # By a word, and not by the end of the connection: a forked child of this process may still
-        # hold one end.
-        with contextlib.suppress(ConnectionError):  # it has died, and a test has told so
+        # Say so: the end of the connection would not do, since a forked child of this process may
+        # still hold an end.
+        with contextlib.suppress(ConnectionError):  # dead already, and reported by a test
             self._socket.send(json.dumps({"end": True}).encode())
         self._process.wait()
         super().close()
@@ -212,7 +211,7 @@ _environment: dict[str, str] = {}
 
 
 def share_servers() -> dict[str, str]:
-    """Start servers for other processes, and return the address of each by its modules."""
+    """Start servers for other processes; return their addresses by modules."""
     for modules in (PLAIN, TORCH, HTTP):
         if modules not in _servers:
             _servers[modules] = OwnServer(modules)
@@ -220,12 +219,12 @@ def share_servers() -> dict[str, str]:
 
 
 def use_servers(addresses: dict[str, str]) -> None:
-    """Have children be forked by servers that another process shares."""
+    """Use the servers of another process for forks of children."""
     _servers.update({tuple(words.split()): ForkServer(at) for words, at in addresses.items()})
 
 
 def accept_environment() -> None:
-    """Have children of this environment be forked; modules may read it when they are imported."""
+    """Allow forks for children of this environment, which modules may read during their import."""
     _environment.update(environment())
 
 
@@ -237,10 +236,10 @@ def fork(
     text: str,
     more: dict[str, str],
 ) -> Forked | None:
-    """Start ``[path of a script]`` or ``["-m", module]`` by a server, which starts if need be.
+    """Start ``[path of a script]`` or ``["-m", module]`` by a server, itself started on demand.
 
-    `text` says what the program imports; `more` is what its environment has beside this process's.
-    Returns None if no server was accepted for that environment.
+    `text` tells the program's imports; `more` adds to this process's environment. Return None
+    without an accepted server for the environment.
     """
     if environment() != _environment or not more.keys() <= READ_LATER:
         return None
@@ -259,26 +258,26 @@ def end_servers() -> None:
 
 
 def load(modules: list[str], environment: dict[str, str]) -> None:
-    """Import what children need, as they would in this environment."""
+    """Import the children's modules in their environment."""
     os.environ.clear()
-    # Else NumPy's library of matrices starts threads when it is imported.
+    # Otherwise NumPy's matrix library starts threads during its import.
     os.environ.update({**environment, "OPENBLAS_NUM_THREADS": "1"})
-    # No child compiles; and what Triton's library says of objects that outlive it would be printed.
+    # No child compiles; Triton's library would print about objects that outlive it.
     sys.modules["triton"] = None  # type: ignore[assignment]
     for name in modules:
-        # What an extra lacks here is said by the child that imports it.
+        # A child reports a missing extra at its own import.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     del sys.modules["triton"]
-    # What was imported is no child's garbage: one that ends would else visit all of it, and have
-    # each page copied for that. Children with torch ended in a second of processor.
+    # Keep imports out of the children's garbage collection: a visit at the end copies every page;
+    # children with torch ended in a second of processor.
     gc.freeze()
 
 
 def serve(listener: socket.socket, modules: list[str]) -> dict[str, Any]:
-    """Fork and reap for all who connect; returns in each child, with what it shall run.
+    """Fork and reap for every connection; return in each child, with its task.
 
-    The first one who connects is the process that started this, and ends it.
+    The first connection is the starting process, and its end ends the server.
     """
     owner, _ = listener.accept()
     open_sockets = [listener, owner]
@@ -317,7 +316,7 @@ def serve(listener: socket.socket, modules: list[str]) -> dict[str, Any]:
 def become(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, path in enumerate(request["streams"]):
-        # Each has its end where the other one's is, if both are one file.
+        # Streams to a common file share their position.
         how = os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY
         opened = os.open(path, how)
         os.dup2(opened, number)
@@ -326,7 +325,7 @@ def become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     program = request["program"]
-    # A script finds what lies beside it, and a module what lies in the directory.
+    # A script imports from its own folder, a module from the working directory.
     sys.path[0] = os.path.dirname(program[0]) or request["directory"]
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [place for place in places if place and place not in sys.path]
@@ -334,16 +333,16 @@ def become(request: dict[str, Any]) -> None:
 
 
 def main_of(path: str) -> tuple[CodeType, dict[str, Any]]:
-    """Return a script's code, and the `__main__` that it runs in."""
+    """Return a script's code and its `__main__`."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__file__ = path
     return compile(Path(path).read_bytes(), path, "exec"), vars(module)
 
 
 if __name__ == "__main__":
-    # A Ctrl-C is for the suite, which then ends this.
+    # A Ctrl-C is for the suite, which then ends this server.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The end of a process takes what a library holds; torch's destructors took as long as all else.
+    # The end of a process frees a library's memory; torch's destructors took as long as the rest.
     libc = ctypes.CDLL(None)
     libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
     todo = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])

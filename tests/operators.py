@@ -1,7 +1,7 @@
-"""What the tests of the operators' commands share: the real command line, and buses in odd states.
+"""Common parts of the tests of operators' commands: the real command line, buses in odd states.
 
-Invariant: a command runs as a process of its own, as users start it; its output is what they see.
-One that is refused as wrong usage may run in the test's process: it ends before it does anything.
+Invariant: a command runs as a separate process, like a user's; its output is the user's view. Wrong
+usage may run in the test's process: the command ends before any action.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ import shmbus
 from shmbus.cli import main
 from shmbus_ext import _core
 
-#: Far beyond any command here; only a hang meets it.
+#: Far beyond any command here; only a hang reaches the limit.
 COMMAND_TIMEOUT_S = 60
 
-# Puts a number of complete groups of 4, and one sample of another, says so, and waits.
+# Puts a number of complete groups of 4, and a single sample of one more, reports, and waits.
 WORKER = """
 import sys, time, numpy as np, shmbus
 producer = shmbus.Producer(sys.argv[1], label=sys.argv[3])
@@ -40,7 +40,7 @@ time.sleep(600)
 """
 
 
-#: The name that `bus_name` gives: a process id and a number of its own.
+#: The name from `bus_name`: a process id and a unique number.
 TEST_BUS = re.compile(r"\btest-\d+-\d+-[0-9a-f]{8}")
 
 
@@ -51,7 +51,7 @@ class Result(NamedTuple):
     pid: int
 
     def left_behind(self) -> list[str]:
-        """Names in shared memory that carry its pid, but for tests' own, with numbers alike."""
+        """Names in shared memory with its pid, except for tests' own, with similar numbers."""
         return [
             name
             for name in os.listdir("/dev/shm")
@@ -63,7 +63,7 @@ class Result(NamedTuple):
 
 
 def usage(*arguments: str) -> Result:
-    """Run a command line that is to be refused, in this process: wrong usage makes nothing."""
+    """Run a wrong command line in this process: wrong usage makes nothing."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -114,7 +114,7 @@ def put_group(producer: shmbus.Producer, instance_id: str, size: int = 4, skip: 
 
 
 def put_until_moved(producer: shmbus.Producer, consumer: shmbus.Consumer) -> None:
-    """Leave stragglers behind while the bus fills, until the collector has moved one."""
+    """Leave stragglers behind while the bus fills, until the collector moves one."""
     number = 0
     while consumer.stats().moved == 0:
         number += 1
@@ -124,7 +124,7 @@ def put_until_moved(producer: shmbus.Producer, consumer: shmbus.Consumer) -> Non
             producer.put(f"f{number}.{filler}", group_size=1, index=0, b=body, timeout=10)
         for group in consumer.take(64, timeout=0.01):
             group.ack()
-        # One thread is both sides here: leave the collector time to make room.
+        # A single thread plays both sides: leave the collector time to make room.
         time.sleep(0.001 if number < 200 else 0.06)
         assert number < 300
 

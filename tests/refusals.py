@@ -11,7 +11,7 @@ import torch
 
 from shmbus import ShmbusError
 
-#: Values of an argument, each with the errors that refuse the value.
+#: Values of an argument, each with its refusing errors.
 Wrong = tuple[tuple[Any, tuple[type[Exception], ...]], ...]
 ARRAYS = (np.zeros(2), torch.zeros(2), np.array(["auto", "wait"]))
 
@@ -22,7 +22,7 @@ def of_type(*values: Any) -> Wrong:
 
 
 def of_value(*values: Any) -> Wrong:
-    """Values of the right type that are out of range."""
+    """Values of the right type, out of range."""
     return tuple((value, (ValueError,)) for value in values)
 
 
@@ -33,7 +33,7 @@ SECONDS = of_type("1", 1j, True, *ARRAYS) + of_value(math.nan, -1, -0.001, 10**4
 FLAG = of_type("no", *ARRAYS)
 TEXT = of_type(5, b"x", *ARRAYS)
 CHOICE = of_value("no such") + ARRAY
-#: What a float cannot hold, or what is no number.
+#: Not a number, or beyond a float.
 NUMBER = tuple(
     (value, (TypeError, ValueError))
     for value in (10**400, -(10**400), math.nan, "a", b"a", [], {}, object(), int, 1j, *ARRAYS)
@@ -64,9 +64,9 @@ def tells(message: str, value: Any) -> bool:
 
 
 def let_through(call: Callable[..., Any], name: str, wrong: Wrong, said: str = "") -> list[str]:
-    """Call with each wrong value; returns what was accepted, or refused by another error or name.
+    """Call with each wrong value; return the accepted, and those with a wrong error or name.
 
-    A message names the argument, by `said` where a call's own word differs.
+    A message names the argument, by `said` if a call's own word differs.
     """
     found = []
     for value, errors in wrong:

@@ -56,7 +56,7 @@ class Child:
         return self.status == -signal.SIGKILL
 
     def look(self) -> bool:
-        """Note a stop; return whether the process has ended."""
+        """Note a stop; return whether the process ended."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
             if pid and os.WIFSTOPPED(status):

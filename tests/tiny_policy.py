@@ -1,11 +1,10 @@
-"""A tiny model, its tokenizer, prompts, and a rollout worker that samples it. No Ray, no trainer.
+"""A tiny model, its tokenizer, prompts, and a sampling rollout worker. No Ray, no trainer.
 
     tiny_policy.py PAGE WORDS BUS DIRECTORY [DIES_IN]
 
 The worker is a block of a documentation page (see `pages`). It answers requests with the model
-until the bus is gone, or kills itself in its rollout of that number. Reward: the share of sampled
-tokens that are the prompt's word. What every trainer must have done with it is checked here: its
-ledger, and its parameters.
+until the bus is gone, or kills itself in its rollout of the given number. Reward: the share of
+sampled tokens equal to the prompt's word. Checks for every trainer: its ledger, and its parameters.
 """
 
 import itertools
@@ -27,7 +26,7 @@ import shmbus
 VOCABULARY = 16
 PAD, EOS, FIRST_WORD = 0, 1, 2
 COMPLETION_TOKENS = 6
-#: What a trainer of the tests takes: steps, prompts of each, samples of each prompt.
+#: Work of a trainer in the tests: steps, prompts of a step, samples of a prompt.
 STEPS, PROMPTS, ROLLOUTS = 3, 4, 4
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -68,7 +67,7 @@ def make(directory: Path, prompts: int = PROMPTS * STEPS) -> None:
 def sampling(
     page: str, words: str, bus: str, directory: Path, count: int, dies_in: int = 0
 ) -> Iterator[None]:
-    """Have processes of this file answer requests, as a page says, and one more that is killed."""
+    """Have processes of this file answer requests by a page, and one more to be killed."""
     command = [sys.executable, "-W", "ignore", __file__, page, words, bus, str(directory)]
     processes = [subprocess.Popen(command) for _ in range(count)]
     if dies_in:
@@ -84,14 +83,14 @@ def sampling(
 
 
 def check_ledger(stats: shmbus.BusStats) -> None:
-    """Each sample of each step was trained once, and nothing else was put."""
+    """Every sample of every step was trained once, and nothing else was put."""
     count = STEPS * PROMPTS * ROLLOUTS
     assert stats.acknowledged == stats.committed == count, stats
     assert not sum(stats.dropped.values()) and not stats.undelivered, stats
 
 
 def check_moved(directory: Path, trained: Mapping[str, Any]) -> None:
-    """Each parameter of the model is finite, and another one than `make` wrote."""
+    """Every parameter of the model is finite, and changed since `make`."""
     from safetensors.torch import load_file
 
     before = load_file(directory / "model" / "model.safetensors")

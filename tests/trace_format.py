@@ -1,10 +1,10 @@
-"""What the Trace Event Format asks of events, so that viewers show what was meant."""
+"""Demands of the Trace Event Format on events, for correct viewers."""
 
 import numbers
 from collections import defaultdict
 from typing import Any
 
-#: What each type of event has, beside its name, process and track.
+#: Fields of each type of event, beside name, process and track.
 _FIELDS = {
     "X": {"ts", "dur"}, "i": {"ts", "s"}, "C": {"ts", "args"}, "M": {"args"}, "s": {"ts", "id"},
     "f": {"ts", "id", "bp"},
@@ -49,7 +49,7 @@ def processes(events: list[dict[str, Any]]) -> dict[int, str]:
 
 
 def slices(events: list[dict[str, Any]], process: str) -> list[dict[str, Any]]:
-    """The slices of the processes whose name begins so, in the order of their beginnings."""
+    """Return slices of processes by the beginning of their name, in the order of time."""
     pids = {pid for pid, name in processes(events).items() if name.startswith(process)}
     found = [e for e in events if e["ph"] == "X" and e["pid"] in pids]
     return sorted(found, key=lambda e: (e["ts"], -e["dur"]))

@@ -1,7 +1,7 @@
-"""Padding against the flash-attn package itself, whichever is here.
+"""Padding against the installed flash-attn package itself.
 
-Not collected by the suite: ``make versions`` runs it in environments that have the package's Python
-files. Their CUDA extension is not there, so modules are loaded beside it, and no kernel runs.
+Outside of the suite: ``make versions`` runs it in environments with the package's Python files.
+Without their CUDA extension, modules are loaded beside it, and no kernel runs.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer_adapter.compat import pad_input, unpad_input
 
 FLASH = tuple(int(part) for part in version("flash-attn").split(".")[:2])
-#: From here on there are a mask of unused places, and a fifth value.
+#: From here on with a mask of unused places, and a fifth value.
 COUNTS_USED = FLASH >= (2, 7)
 MASKS = ["bool", "int64", "uint8"]
 
@@ -38,12 +38,12 @@ theirs = _padding()
 
 
 def masks(seed: int, kind: str, unused: bool) -> list[Tensor]:
-    """A mask of tokens, and if asked for one of unused places, which may lie in every row."""
+    """Return a mask of tokens, and on demand a mask of unused places, perhaps in every row."""
     rng = np.random.default_rng(seed)
     tokens = torch.from_numpy(rng.random((6, 9)) < 0.6)
     tokens[0] = False
     tokens[1] = True
-    # Integers would be added up where both are set.
+    # Integers would add up if both exist.
     free = torch.from_numpy(rng.random((6, 9)) < 0.3) & ~tokens
     dtype = getattr(torch, kind)
     return [tokens.to(dtype), free.to(dtype)][: 1 + unused]
@@ -92,7 +92,7 @@ def test_gradients_through_both_are_those_of_flash_attn(
     gradients = []
     for unpad, pad in ((unpad_input, pad_input), (theirs.unpad_input, theirs.pad_input)):
         packed, indices, *_ = unpad(hidden, *given)
-        # Squared, so that what comes back differs from what went in.
+        # Squared, to make the output differ from the input.
         padded = pad(packed.square(), indices, 6, 9)
         gradients.append(torch.autograd.grad(padded, [packed, hidden], upstream))
     for mine, wanted in zip(*gradients, strict=True):

@@ -1,8 +1,8 @@
-"""A trainer's imports: batches off the bus, advantages, attention over packed rows, and shims.
+"""Imports of a trainer: batches off the bus, advantages, attention over packed rows, and shims.
 
 Invariants:
 
-- A name is imported on its first use, so a rollout worker can use parts of this package without
+- A name is imported on its first use: a rollout worker can use parts of this package without
   loading torch.
 - Every public name is in `__all__`, sorted.
 """

@@ -1,9 +1,8 @@
-/* The C core's hot path, call by call, for instructions to be counted: ring and stash, no Python.
+/* Hot path of the C core, call by call: ring and stash without Python, for counting instructions.
  *
- * usage: hot_path ROUNDS. Each round sends, reads and releases a window of records over one
- * mapping. Counted are the instructions within the functions named op_*, one for each operation. A
- * record's payload is small, since copying it is not measured here. Exit status 1 if a call
- * fails. */
+ * usage: hot_path ROUNDS. A round sends, reads and releases a window of records over a single
+ * mapping. The counter sees only the functions named op_*, a function an operation. Payloads are
+ * small, to leave their copy out of the count. Exit status 1 after a failed call. */
 #define _GNU_SOURCE
 #include "batch/convert.h"
 #include "stash/group_table.h"
@@ -11,7 +10,7 @@
 
 enum { WINDOW = 64, TOKENS = 2048, CAPACITY = 4 << 20, GROUP = 8, OPEN_GROUPS = 4096 };
 
-/* Not inlined, so that a profiler sees where each begins and ends. */
+/* Not inlined: a profiler needs the bounds of each operation. */
 #define OPERATION __attribute__((noinline, noclone)) static void
 
 OPERATION op_put(struct writer *writer, struct sample *sample, uint32_t index) {
@@ -48,7 +47,7 @@ OPERATION op_release_a_group(struct reader *reader, struct record_ref *refs) {
     }
 }
 
-/* As the stash does it: a sample's group, its cell, and the end of a group that is complete. */
+/* The stash's order: group of a sample, cell, end of a complete group. */
 OPERATION op_stash(struct group_table *groups, const struct group_key *key, uint32_t cell,
                    void *sample) {
     group_table_expect_bucket(groups, key->hash);
@@ -64,7 +63,7 @@ OPERATION op_stash(struct group_table *groups, const struct group_key *key, uint
     }
 }
 
-/* Samples of groups that stay open for long: each belongs to another group than the one before. */
+/* Samples of long-open groups: consecutive samples belong to different groups. */
 static void stash_some(struct group_table *groups, uint64_t *number, void *sample) {
     for (uint32_t i = 0; i < WINDOW; i++) {
         uint64_t at = (*number)++;
@@ -124,7 +123,7 @@ int main(int argc, char **argv) {
         for (uint32_t i = 0; i < WINDOW; i++) {
             op_read(&reader, &refs[i]);
         }
-        /* The first one ends the visit of the lanes, and the others are what a poller does. */
+        /* The first read ends the visit of the lanes; the next reads are a poller's. */
         for (uint32_t i = 0; i < WINDOW; i++) {
             struct record_ref none;
             op_look_in_vain(&reader, &none);

@@ -1,8 +1,8 @@
-/* The least that a wake-up costs here: one process wakes another by a bare futex, nothing else.
+/* Lower bound of a wake-up on this machine: a process wakes another process by a bare futex.
  *
- * stdin: pauses in nanoseconds, one a line. stdout: for each pause the nanoseconds from the stamp
- * before the word was stored and FUTEX_WAKE called, to the return of FUTEX_WAIT in the other
- * process, by CLOCK_MONOTONIC. Exit status 1 and a word on stderr if anything failed. */
+ * stdin: pauses in nanoseconds, a line each. stdout, for each pause: the nanoseconds from the stamp
+ * (taken before the store of the word and FUTEX_WAKE) to the return of FUTEX_WAIT in the second
+ * process, by CLOCK_MONOTONIC. After a failure: exit status 1 and a message on stderr. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <inttypes.h>
@@ -21,11 +21,11 @@
 
 #define MAX_WAKES 1000000u
 #define NS_PER_S INT64_C(1000000000)
-/* Longer than any pause; a sleeper that waited so long has lost its waker. */
+/* Longer than the longest pause: a sleeper beyond this limit lost its waker. */
 #define STALL_S 30
 
-/* The word counts the wakes so far; it has a cache line of its own. stamps[i] is written before
- * the word becomes i + 1, came[i] is the reader's. */
+/* Counter of wakes, in a cache line of its own. The waker writes stamps[i] before the word becomes
+ * i + 1; the reader writes came[i]. */
 struct shared {
     _Alignas(128) _Atomic uint32_t word;
     _Alignas(128) int64_t stamps[MAX_WAKES];
@@ -79,7 +79,7 @@ int main(void) {
     }
     uint32_t count = 0;
     while (count < MAX_WAKES && scanf("%" SCNd64, &pauses[count]) == 1) {
-        /* Touched here, so that no page fault falls into a measured wake-up of either process. */
+        /* Touched early, to keep page faults of both processes out of the wake-ups. */
         shared->stamps[count] = shared->came[count] = 0;
         count++;
     }

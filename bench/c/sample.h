@@ -1,5 +1,5 @@
-/* A trajectory as the programs of this directory send it: three byte fields, the ring alone. A
- * payload is small, since copying it is not what they measure. */
+/* Trajectories of the programs in this folder: three byte fields, over the ring alone. Payloads are
+ * small, to leave their copy out of the measurement. */
 #ifndef SHMBUS_BENCH_SAMPLE_H
 #define SHMBUS_BENCH_SAMPLE_H
 
@@ -25,7 +25,7 @@ static inline void require(bool condition, const char *what) {
     }
 }
 
-/* A segment in memory, and a second descriptor of it, as a producer's process has one. */
+/* A segment in memory with a second descriptor, as in a producer's process. */
 static inline void make_segments(struct segment *segment, struct segment *own, uint64_t capacity) {
     struct segment_geometry plan;
     char path[64];

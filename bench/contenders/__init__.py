@@ -1,7 +1,7 @@
-"""The contenders: every way to move a trajectory that is measured, one module each.
+"""Contenders: a module for each measured way to move a trajectory.
 
-A module of this package can be imported where its contender is not installed: its packages are
-imported by its ends. `bench.contenders.base` says what a module has to have.
+Each module imports without its contender's packages; only the ends import them.
+`bench.contenders.base` specifies the contents of a module.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from bench.contenders.base import Contender
 
 __all__ = ["MODULES", "contenders", "module"]
 
-#: In the order of the table. The first one is what the others are compared with.
+#: In the order of the table; the first contender is the reference.
 MODULES: Final = (
     "shmbus_embedded",
     "shmbus_daemon",
@@ -27,13 +27,13 @@ MODULES: Final = (
 
 
 def contenders() -> dict[str, Contender]:
-    """Describe all of them, by name."""
+    """Describe every contender, by name."""
     found = [importlib.import_module(f"{__name__}.{name}").CONTENDER for name in MODULES]
     return {contender.name: contender for contender in found}
 
 
 def module(name: str) -> ModuleType:
-    """Return the module of a contender, by its name."""
+    """Return the module of a contender by name."""
     for candidate in MODULES:
         found = importlib.import_module(f"{__name__}.{candidate}")
         if found.CONTENDER.name == name:

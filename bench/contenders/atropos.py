@@ -1,4 +1,4 @@
-"""Atropos: the API server of atroposlib, as it is, over HTTP on the loopback interface."""
+"""Atropos: the unmodified API server of atroposlib, over HTTP on the loopback interface."""
 
 import contextlib
 import http.client
@@ -28,7 +28,7 @@ CONTENDER: Final = Contender(
     ordered=False,
 )
 
-#: Seconds between two looks for a batch: the server cannot tell when there is one.
+#: Seconds between two looks for a batch: the server sends no notice.
 POLL_S: Final = 0.001
 
 
@@ -42,11 +42,11 @@ class Client:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=STALL_S)
 
     def get(self, path: str) -> Any:
-        """Return what a route answers."""
+        """Return the answer of a route."""
         return self._ask("GET", path, None)
 
     def post(self, path: str, content: Any) -> Any:
-        """Send this as JSON, and return the answer."""
+        """Send the content as JSON, and return the answer."""
         return self._ask("POST", path, self._json.encode(content))
 
     def _ask(self, method: str, path: str, body: bytes | None) -> Any:
@@ -84,7 +84,7 @@ def server(python: str, batch: int, longest: int) -> Iterator[int]:
                 "starting_step": 0, "num_steps": 1 << 30,
             },
         )  # fmt: skip
-        # Environments are let in only after the trainer has asked for a batch.
+        # The server refuses environments until the trainer asks for a batch.
         trainer.get("/batch")
         yield port
 
@@ -100,7 +100,7 @@ class _Sender(Sender):
     def __init__(self, port: int, workload: Workload) -> None:
         self._client = Client(port)
         self._group_size = workload.group_size
-        # The server mixes the prompts of one environment when it has to make groups up itself.
+        # The server mixes the prompts of an environment when forced to form groups itself.
         self._open: dict[str, dict[int, Source]] = {}
         self._env_id = self._client.post(
             "/register-env",
@@ -128,7 +128,7 @@ class _Sender(Sender):
 
 
 class _Receiver(Receiver):
-    # The server forgets a batch that it has handed out.
+    # The server forgets a delivered batch.
     def __init__(self, port: int, workload: Workload) -> None:
         self._client = Client(port)
 

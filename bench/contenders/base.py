@@ -1,18 +1,18 @@
-"""What every contender says of itself, and the two ends that it gives to the harness.
+"""Description of a contender, and its two ends in the hands of the harness.
 
-A contender is one module of this package with
+A contender is a module of this package with
 
-- ``CONTENDER``: a `Contender`, which describes it;
-- ``link(workload)``: a context manager around whatever lies between the processes (a queue, a
-  server); it yields what its ends need to find each other, which has to survive `spawn`;
+- ``CONTENDER``: its `Contender`;
+- ``link(workload)``: a context manager around the parts between the processes (a queue, a server);
+  yields a picklable address for the ends;
 - ``sender(address, workload, number)`` and ``receiver(address, workload)``: context managers that
   yield a `Sender` and a `Receiver`, in processes of their own;
-- where its own loop is a better one, ``measure(workload)``, which returns a `Timed`;
-  `bench.contest.moving` has the loop for all others;
-- where links take long to begin, ``host()``: a context manager around what they have in common.
+- optional, for a faster loop than `bench.contest.moving`: ``measure(workload)``, which returns a
+  `Timed`;
+- optional, for slow starts: ``host()``, a context manager around the common part of links.
 
-Invariants: what was sent before the sender's context ends arrives; nothing that a link started
-outlives it.
+Invariants: trajectories sent before the end of the sender's context arrive; processes of a link end
+with the link.
 """
 
 import contextlib
@@ -31,24 +31,24 @@ from bench.workload import Source
 
 __all__ = ["Contender", "Received", "Receiver", "Sender", "free_port", "started"]
 
-#: One trajectory as it arrives: instance id, index, and its arrays: tokens, loss_mask, logprobs.
+#: An arrived trajectory: instance id, index, and its arrays: tokens, loss_mask, logprobs.
 #: Valid until the next call of `Receiver.done`.
 Received: TypeAlias = tuple[str, int, tuple[NDArray[Any], ...]]
 
-#: Seconds that a server gets to begin, and to end by itself.
+#: Seconds for a server to begin, and to end by itself.
 SERVER_START_S: Final = 60.0
 SERVER_END_S: Final = 10.0
-#: Seconds between looks whether it has begun.
+#: Seconds between looks at a starting server.
 SERVER_POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A contender, for the table."""
+    """Description of a contender, for the table."""
 
     name: str
     title: str
-    #: Distributions with printed versions, the contender's own first.
+    #: Distributions with printed versions; first the contender itself.
     packages: tuple[str, ...]
     #: Expected trajectories of 2,048 tokens a second: only sizes the runs.
     per_second: float
@@ -64,29 +64,29 @@ class Contender:
 
 
 class Sender(Protocol):
-    """The producer's end; one that holds nothing back inherits `flush`, which does nothing."""
+    """The producer's end; a sender without a buffer inherits the empty `flush`."""
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
         """Send one trajectory."""
 
     def flush(self) -> None:
-        """Hand over what was sent and is still held back to be sent with more."""
+        """Send trajectories held back for a larger batch."""
         return
 
 
 class Receiver(Protocol):
-    """The consumer's end; where what was received is its own, it inherits `done`."""
+    """The consumer's end; a receiver without borrowed memory inherits the empty `done`."""
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
-        """Return what is there, waiting for the first so long (None: for ever, 0: not at all)."""
+        """Return arrived trajectories after a wait for the first (None: for ever, 0: no wait)."""
 
     def done(self) -> None:
-        """Give back all that was received: acknowledge it, free its memory."""
+        """Give back every received trajectory: acknowledge, free memory."""
         return
 
 
 def free_port() -> int:
-    """Find a port of the loopback interface that nobody uses now."""
+    """Find a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -97,9 +97,9 @@ def free_port() -> int:
 def started(
     argv: Sequence[str], ready: Callable[[], bool], **options: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server until the end of the context, from when ``ready()`` first returns true.
+    """Run a server until the end of the context; enter after the first true ``ready()``.
 
-    Its output goes to a file without a name, and is shown if it fails to begin.
+    Its output goes to an unnamed file, and into the message of a failed start.
     """
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

@@ -22,11 +22,11 @@ CONTENDER: Final = Contender(
     "capacity",
 )
 
-#: Seconds of a wait for ever, which it has no word for.
+#: Seconds in place of an endless wait, missing from the interface.
 FOR_EVER_S: Final = 1e6
-#: Messages of one call: no more than a cache holds, since it copies all of them at once.
+#: Messages of a call: as many as fit a cache, since the queue copies them together.
 MANY: Final = 64
-#: Bytes that it adds to each message.
+#: Overhead of a message in bytes.
 FRAME_BYTES: Final = 64
 
 
@@ -52,7 +52,7 @@ class _Receiver(Receiver):
     def __init__(self, address: Any, workload: Workload) -> None:
         self._queue = address
         self._decode = Decoder().decode
-        # It hands out its own buffer, which it overwrites next time.
+        # The queue hands out its own buffer and overwrites the content at the next call.
         address.loads = bytes
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:

@@ -28,11 +28,11 @@ CONTENDER: Final = Contender(
     "64 bytes; as many samples as the capacity holds; up to 64 borrowed at once",
 )
 
-#: Samples that the consumer holds at once.
+#: Samples in the consumer's hands at a time.
 BORROWED: Final = 64
-#: Publishers beyond the workload's: those that a dead process leaves behind for a while.
+#: Publishers beyond the workload's: a dead process leaves publishers behind for a while.
 SPARE_PUBLISHERS: Final = 40
-#: Seconds that a sender waits for the reader to end, or at least to look, and between two looks.
+#: Seconds of a sender's wait for the reader's end, or its next look, and between two looks.
 LEAVE_S: Final = 1.0
 LEAVE_POLL_S: Final = 0.005
 #: Number of tokens, index, bytes of the instance id.
@@ -41,7 +41,7 @@ HEAD_BYTES: Final = 64
 
 
 def nbytes_of(tokens: int) -> int:
-    """Return the bytes of a trajectory's arrays, each from a multiple of 8 on."""
+    """Return the bytes of a trajectory's arrays, each aligned to a multiple of 8."""
     return 2 * ((4 * tokens + 7) // 8 * 8) + (tokens + 7) // 8 * 8
 
 
@@ -58,7 +58,7 @@ def arrays_of(content: Any, tokens: int) -> tuple[NDArray[Any], ...]:
 
 @contextlib.contextmanager
 def link(workload: Workload) -> Iterator[str]:
-    """Make a directory of its own for its files, and remove what is left in shared memory."""
+    """Make a private directory for its files, and remove the leftovers in shared memory."""
     with tempfile.TemporaryDirectory(prefix="shmbus-iox2-") as directory:
         prefix = f"bench{os.getpid()}_{time.monotonic_ns()}_"
         try:
@@ -70,7 +70,7 @@ def link(workload: Workload) -> Iterator[str]:
 
 
 class _Port:
-    """The service that both ends open, and the event that wakes a sleeping reader."""
+    """The service behind both ends, and the event for a sleeping reader."""
 
     def __init__(self, address: str, workload: Workload) -> None:
         import iceoryx2
@@ -118,7 +118,7 @@ class _Sender(Sender):
         self._notifier = port.event.notifier_builder().create() if port.event else None
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
-        # A full buffer now and then drops a sample in spite of the strategy, as 0 recipients tell.
+        # A full buffer now and then drops a sample in spite of the strategy: 0 recipients.
         while not self._send(instance_id, index, source):
             if not self._service.dynamic_config.number_of_subscribers:
                 break
@@ -171,7 +171,7 @@ class _Receiver:
 
     def _wait(self, timeout_s: float | None) -> None:
         if self._listener is None:
-            # It polls; if producers outnumber the cores, one of them can have this core now.
+            # The sender polls; with fewer cores than producers, a sibling can have this core now.
             os.sched_yield()
         elif timeout_s is None:
             self._listener.blocking_wait()
@@ -189,7 +189,7 @@ def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
     """Send from this process."""
     port = _Port(address, workload)
     yield _Sender(port, workload)
-    # What a publisher leaves behind reaches only a subscriber that has looked at it before.
+    # A subscriber sees a dead publisher's leftovers only after an earlier look at the publisher.
     deadline = time.monotonic() + LEAVE_S
     while port.service.dynamic_config.number_of_subscribers and time.monotonic() < deadline:
         time.sleep(LEAVE_POLL_S)

@@ -1,4 +1,4 @@
-"""multiprocessing.Queue: pickle into a pipe, out of a pipe; what one reaches for first."""
+"""multiprocessing.Queue: pickle into a pipe, out of a pipe; the standard library's way."""
 
 import contextlib
 import multiprocessing
@@ -21,7 +21,7 @@ CONTENDER: Final = Contender(
     favour="one tuple of three arrays a trajectory, without a dict; bounded by count only",
 )
 
-#: A POSIX semaphore, which counts what is in the queue, ends there.
+#: Limit of a POSIX semaphore, the counter of the queue.
 MOST: Final = 32_767
 
 
@@ -40,21 +40,21 @@ class _Sender(Sender):
 
 
 class QueueReceiver(Receiver):
-    """Takes one at a time: there is no call for several."""
+    """Takes single messages; the queue knows no batch call."""
 
     def __init__(self, address: Any) -> None:
         self._queue = address
 
     def get(self, timeout_s: float | None) -> Sequence[Any]:
-        """Return one message, or none."""
+        """Return the next message, or an empty sequence."""
         try:
-            # Without a timeout where none is asked for: that spares a poll of the pipe.
+            # No timeout without a deadline: spares a poll of the pipe.
             return (self._queue.get(timeout_s != 0, timeout_s),)
         except queue.Empty:
             return ()
 
     def receive(self, timeout_s: float | None) -> Sequence[Received]:
-        """Return one trajectory, or none."""
+        """Return the next trajectory, or an empty sequence."""
         return [(one[0], one[1], one[-1]) for one in self.get(timeout_s)]
 
 

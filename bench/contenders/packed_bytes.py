@@ -1,7 +1,7 @@
-"""A trajectory as one msgpack message: for the contenders that move bytes.
+"""A trajectory as a msgpack message, for contenders that move bytes.
 
-One struct as an array, arrays as binary strings beside each other. Decoding copies no array: they
-are views of the message.
+The struct becomes an array, its arrays become adjacent binary strings. Decoding copies no array:
+the result views the message.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class _Message(msgspec.Struct, array_like=True, gc=False):
 
 
 class Encoder:
-    """Makes messages."""
+    """Encoder of messages."""
 
     def __init__(self, workload: Workload) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -51,13 +51,13 @@ class Encoder:
 
 
 class Decoder:
-    """Makes arrays of messages."""
+    """Decoder of messages into arrays."""
 
     def __init__(self) -> None:
         self._decoder = msgspec.msgpack.Decoder(_Message)
 
     def decode(self, message: Any) -> Received:
-        """Make the arrays of one message, which has to stay as it is."""
+        """Make arrays over a message; the message has to stay unchanged."""
         one = self._decoder.decode(message)
         arrays = (
             np.frombuffer(one.tokens, np.int32),

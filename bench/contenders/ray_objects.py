@@ -28,15 +28,15 @@ CONTENDER: Final = Contender(
 
 NAMESPACE: Final = "shmbus-bench"
 MAILBOX: Final = "mailbox"
-#: Where everything listens: nobody else is to reach it. By itself Ray replaces that by the
-#: machine's address, unless it is told that there is no cluster, by a variable named for others.
+#: Loopback address of every server, out of reach of the network. Without a variable named for
+#: other uses, Ray replaces the address by the machine's.
 LOOPBACK: Final = "127.0.0.1"
 NO_CLUSTER: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-#: Trajectories of one object: a group's worth.
+#: Trajectories of an object: a group's worth.
 OBJECT: Final = 8
-#: Calls of the mailbox that a producer has under way.
+#: A producer's unanswered calls to the mailbox.
 UNDER_WAY: Final = 8
-#: Bytes of the object store: room for the largest capacity that is measured, and to spare.
+#: Bytes of the object store: room for the largest measured capacity, and to spare.
 OBJECT_STORE_BYTES: Final = 1 << 30
 
 
@@ -76,7 +76,7 @@ def cluster() -> Iterator[str]:
     os.environ.update(NO_CLUSTER)
     import ray
 
-    # Short, since Ray makes the paths of its Unix sockets from it.
+    # Short, since Ray makes the paths of its Unix sockets from the folder's.
     with tempfile.TemporaryDirectory(prefix="shmbus-ray-") as directory:
         context = ray.init(
             num_cpus=4,
@@ -96,7 +96,7 @@ def cluster() -> Iterator[str]:
 
 @contextlib.contextmanager
 def host() -> Iterator[None]:
-    """Run Ray for all links of this process, since it takes long to begin."""
+    """Run Ray for every link of this process: a start takes seconds."""
     with cluster() as address:
         _running.append(address)
         try:
@@ -110,7 +110,7 @@ _running: list[str] = []
 
 @contextlib.contextmanager
 def link(workload: Workload) -> Iterator[str]:
-    """Run the mailbox, and Ray, where no host does."""
+    """Run the mailbox, and without a host Ray as well."""
     import ray
 
     with contextlib.nullcontext(_running[0]) if _running else cluster() as address:
@@ -125,7 +125,7 @@ def link(workload: Workload) -> Iterator[str]:
 
 
 def attach(address: str) -> None:
-    """Make this process a driver of a cluster that runs, on the loopback interface too."""
+    """Make this process a driver of a running cluster, on the loopback interface too."""
     os.environ.update(NO_CLUSTER)
     import ray
 
@@ -171,7 +171,7 @@ class _Sender:
 
 
 class _Receiver(Receiver):
-    # An object goes with the last array that looks at it.
+    # An object goes with the last array over its memory.
     def __init__(self, mailbox: Any) -> None:
         import ray
 
@@ -187,7 +187,7 @@ class _Receiver(Receiver):
         return [(one[0], one[1], one[-1]) for held in objects for one in held]
 
     def _what_is_left(self, refs: Sequence[Any]) -> list[Any]:
-        """Get those whose owner has not died before they were fetched."""
+        """Get the refs with a living owner."""
         objects = []
         for ref in refs:
             with contextlib.suppress(self._ray.exceptions.ObjectLostError):
@@ -202,7 +202,7 @@ def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
 
     mailbox = _attach(address)
     yield _Sender(mailbox, workload)
-    # An object dies with its owner, also one that the consumer has not fetched yet.
+    # An object dies with its owner, even before the consumer's fetch.
     ray.get(mailbox.wait_for_end.remote())
     ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""shmbus through its daemon: `shmbus serve` reads and groups, the consumer leases from it."""
+"""shmbus through its daemon: `shmbus serve` reads and groups, the consumer leases groups."""
 
 import contextlib
 import importlib
@@ -25,8 +25,8 @@ CONTENDER: Final = Contender(
 
 @contextlib.contextmanager
 def link(workload: Workload) -> Iterator[str]:
-    """Create a bus, and serve it."""
-    # Not at the top: the registry is read where shmbus may not be installed.
+    """Create and serve a bus."""
+    # Imported late: environments without shmbus read the registry.
     sending = importlib.import_module("bench.sending")
     with shmbus_embedded.link(workload) as name, sending.serving(name):
         yield name

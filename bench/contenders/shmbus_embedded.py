@@ -20,14 +20,14 @@ CONTENDER: Final = Contender(
     favour="nothing: it groups, checks headers, and acknowledges, which the others mostly don't",
 )
 
-#: Seconds that a put may wait for space: longer than any reader here is away.
+#: Seconds of a put's wait for space: longer than a reader's longest absence.
 PUT_S: Final = 60.0
 
 
 @contextlib.contextmanager
 def link(workload: Workload) -> Iterator[str]:
-    """Create a bus, all of it allocated and touched."""
-    # Not at the top: the registry is read where shmbus may not be installed.
+    """Create a bus, allocated and touched in full."""
+    # Imported late: environments without shmbus read the registry.
     sending = importlib.import_module("bench.sending")
     with sending.temporary_bus(workload.capacity) as name:
         yield name
@@ -90,6 +90,6 @@ def receiver(address: str, workload: Workload) -> Iterator[_Receiver]:
 
 
 def measure(workload: Workload) -> Timed:
-    """Move a workload over a bus of its own, by the loop of the row to views."""
+    """Move a workload over its own bus, by the loop of the row to views."""
     timed: Timed = importlib.import_module("bench.rows.throughput").views(workload)
     return timed

@@ -27,13 +27,13 @@ CONTENDER: Final = Contender(
 
 PARTITION: Final = "train"
 FIELDS: Final = ("tokens", "loss_mask", "logprobs")
-#: Trajectories of one call.
+#: Trajectories of a call.
 BATCH: Final = 64
 
 
 @contextlib.contextmanager
 def host() -> Iterator[None]:
-    """Run Ray, controller and storage for all links of this process."""
+    """Run Ray, controller and storage for every link of this process."""
     with _storage() as address:
         _running.append(address)
         try:
@@ -61,7 +61,7 @@ def _storage() -> Iterator[str]:
 
 @contextlib.contextmanager
 def link(workload: Workload) -> Iterator[Any]:
-    """Make the queue of keys, and run the rest where no host does."""
+    """Make the queue of keys, and without a host the rest."""
     room = max(1, workload.room // BATCH)
     with contextlib.nullcontext(_running[0]) if _running else _storage() as address:
         yield address, multiprocessing.get_context("spawn").Queue(room)
@@ -90,7 +90,7 @@ class _Sender:
         self._number = 0
 
     def send(self, instance_id: str, index: int, source: Source) -> None:
-        # A prompt that comes again needs another key, or its samples would be overwritten.
+        # A repeated prompt needs a new key, to keep its earlier samples.
         self._held.append((f"{instance_id}/{index}/{self._number}", source))
         self._number += 1
         if len(self._held) >= BATCH:
@@ -138,7 +138,7 @@ class _Receiver(mp_queue.QueueReceiver):
 
 @contextlib.contextmanager
 def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
-    """Send from this process, a driver of its own."""
+    """Send from this process, a driver by itself."""
     ray_address, keys = address
     yield _Sender(_attach(ray_address), keys, workload)
     keys.close()
@@ -147,6 +147,6 @@ def sender(address: Any, workload: Workload, number: int) -> Iterator[_Sender]:
 
 @contextlib.contextmanager
 def receiver(address: Any, workload: Workload) -> Iterator[_Receiver]:
-    """Receive in this process, a driver of its own."""
+    """Receive in this process, a driver by itself."""
     ray_address, keys = address
     yield _Receiver(_attach(ray_address), keys)

@@ -24,7 +24,7 @@ CONTENDER: Final = Contender(
     "the consumer drains what is there before it waits again",
 )
 
-#: Messages of one call: as many as wait in a full socket buffer, and more.
+#: Messages of a call: more than a full socket buffer holds.
 DRAIN: Final = 64
 
 
@@ -36,7 +36,7 @@ def link(workload: Workload) -> Iterator[str]:
 
 
 def _zmq() -> Any:
-    # Not by an import statement: its types are here only where it is installed.
+    # Without an import statement: its types exist only beside an installation.
     return importlib.import_module("zmq")
 
 
@@ -77,7 +77,7 @@ def sender(address: str, workload: Workload, number: int) -> Iterator[_Sender]:
     zmq = _zmq()
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.linger = -1
-        # The consumer may bind later than this connects, and the default is to look every 100 ms.
+        # The consumer may bind after this connect; the default retries every 100 ms.
         socket.reconnect_ivl = 1
         socket.sndhwm = max(1, workload.room // (2 * workload.producers))
         socket.connect(address)

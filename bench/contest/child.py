@@ -1,10 +1,9 @@
-"""One contender, in an interpreter of its own: ``python -m bench.contest.child NAME FILE``.
+"""A contender in an interpreter of its own: ``python -m bench.contest.child NAME FILE``.
 
-stdin: a JSON list of requests. The file gets a JSON list of answers, one for each, as they come; an
-answer that failed says so, and the next request goes on.
+stdin: a JSON list of requests. The file receives a JSON list of answers, one by one. A failed
+answer names its error, and the next request follows.
 
-Invariant: no process that this one or its descendants started outlives it, also those that made
-themselves daemons.
+Invariant: descendants of this process, daemons included, end before the process.
 """
 
 import contextlib
@@ -29,15 +28,15 @@ from bench.workload import Workload
 
 __all__ = ["answer", "main"]
 
-#: prctl: processes whose parent has ended become children of this one, not of init.
+#: prctl: orphans among the descendants become children of this process, instead of init.
 PR_SET_CHILD_SUBREAPER: Final = 36
-#: Seconds that processes which are left over get to end by themselves.
+#: Seconds for leftover processes to end by themselves.
 END_S: Final = 5.0
 POLL_S: Final = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answer all requests of stdin."""
+    """Answer the requests of stdin."""
     name, output = argv
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             if hasattr(contender, "host"):
                 stack.enter_context(contender.host())
             for request in requests:
-                # Whatever a contender raises is a result of this benchmark.
+                # A contender's exception is a result of the benchmark.
                 try:
                     answers.append(answer(contender, request))
                 except Exception as error:
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def answer(contender: ModuleType, request: dict[str, Any]) -> dict[str, Any]:
-    """Carry out one request: its ``what`` names it, the rest are its parameters."""
+    """Carry out a request by its ``what``; the rest are parameters."""
     what, name = request["what"], contender.__name__
     if what == "rate":
         workload = Workload(trajectories=request["trajectories"], tokens=request["tokens"])
@@ -79,9 +78,9 @@ def answer(contender: ModuleType, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_all() -> None:
-    """End what is left of this process's descendants, each by its pid, and reap it."""
-    # multiprocessing's own process ignores SIGTERM; it ends, and removes what was left behind, once
-    # nobody can tell it anything more.
+    """End the remaining descendants of this process by pid, and reap them."""
+    # The resource tracker ignores SIGTERM: the tracker removes leftovers and ends after the last
+    # writer's end.
     tracker: Any = resource_tracker._resource_tracker
     deadline = time.monotonic() + END_S
     asked: set[int] = set()

@@ -1,7 +1,7 @@
-"""Rate and latency of a contender; the loops of producer and consumer are the same for all.
+"""Rate and latency of a contender, by the same loops of producer and consumer for everyone.
 
-The consumer makes an array of each field, and looks no further. A probe of latency is a trajectory
-of a few tokens and a group of its own, to a reader that sleeps.
+The consumer makes an array of each field, without a look at the contents. A probe of latency is a
+trajectory of a few tokens, a group by itself, to a sleeping reader.
 """
 
 import importlib
@@ -19,11 +19,11 @@ from bench.workload import Timed, Workload
 
 __all__ = ["latency_us", "measure"]
 
-#: Tokens of a probe: its stamp, and that is all.
+#: Tokens of a probe: only its stamp.
 PROBE_TOKENS: Final = 16
-#: Microseconds between two probes: long enough for the reader to be asleep again.
+#: Microseconds between two probes: long enough for the reader to fall asleep again.
 PAUSE_US: Final = (300.0, 1000.0)
-#: Probes at the beginning that are not counted: first calls, first touches.
+#: Uncounted first probes: first calls, first touches.
 WARM_UP: Final = 50
 SEED: Final = 20240229
 
@@ -57,7 +57,7 @@ def latency_us(module: str, probes: int) -> float:
 def _produce(
     start: Callable[[], None], module: str, address: Any, workload: Workload, number: int
 ) -> None:
-    """Send one producer's share, as fast as the link takes it."""
+    """Send a producer's share at the speed of the link."""
     items = workload.items(number)
     with importlib.import_module(module).sender(address, workload, number) as sender:
         send = sender.send
@@ -70,7 +70,7 @@ def _produce(
 def _consume(
     start: Callable[[], None], module: str, address: Any, workload: Workload
 ) -> tuple[int, float]:
-    """Receive everything; return what came behind the first delivery, and its seconds."""
+    """Receive everything; return the count after the first delivery, and its seconds."""
     wanted, done, first, different = workload.trajectories, 0, 0, 0
     contender = importlib.import_module(module)
     ordered = contender.CONTENDER.ordered
@@ -89,8 +89,7 @@ def _consume(
                 if not ordered:
                     different += int(tokens[0])
             if done < wanted:
-                # An array keeps its bytes: what was received ends here for those too who free
-                # nothing under one.
+                # An array keeps its bytes: drop the arrays here, for contenders that free late.
                 received = arrays = tokens = loss_mask = logprobs = None
                 receiver.done()
         if ordered:
@@ -106,7 +105,7 @@ def _consume(
 
 
 def _check(workload: Workload, arrays: tuple[NDArray[Any], ...]) -> None:
-    """Refuse a last trajectory, which differs from all before it, that is not what was sent."""
+    """Refuse a last trajectory (different from its predecessors) with wrong contents."""
     sources: tuple[NDArray[Any], ...] = workload.source(last=True)
     for array, sent in zip(arrays, sources, strict=True):
         if not np.array_equal(array, sent):
@@ -139,7 +138,7 @@ def _read(start: Callable[[], None], module: str, address: Any, probing: Workloa
             elif time.monotonic() - heard > STALL_S:
                 raise MeasurementError(f"nothing came within {STALL_S:g} s")
             for _, _, (tokens, *_) in received:
-                # Made of whole bytes, since not every contender keeps arrays aligned.
+                # Built from bytes: contenders may return unaligned arrays.
                 ways.append(came - int.from_bytes(tokens[:2].tobytes(), "little"))
             received = tokens = None
             receiver.done()

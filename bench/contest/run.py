@@ -20,18 +20,18 @@ from bench.row import Row, skipped
 __all__ = ["ENVIRONMENTS", "OURS", "ask", "contest", "interpreter", "versions"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-#: The environments that there are: names of files with what they need.
+#: Environments: name of a requirements file each.
 ENVIRONMENTS: Final = ("atropos", "ray")
-#: Where they are, if not in the checkout.
+#: Their folder, unless in the checkout.
 VARIABLE: Final = "SHMBUS_CONTENDERS"
-#: What the others are compared with.
+#: Reference of the comparison.
 OURS: Final = "shmbus"
 TOKENS: Final = 2048
-#: Trajectories of the slowest run, and units that a run moves a multiple of.
+#: Trajectories of the slowest run; a run moves a multiple of the unit.
 LEAST, UNIT, MOST = 128, 64, 2_000_000
-#: Seconds that a contender gets for its answers, those that start a cluster too.
+#: Seconds for a contender's answers, clusters included.
 DEADLINE_S: Final = 300.0
-#: And a child to end what it has started, before it is ended itself.
+#: Seconds for a child to end its processes before its own end.
 END_S: Final = 20.0
 VERSIONS_S: Final = 60.0
 
@@ -39,7 +39,7 @@ VERSIONS_S: Final = 60.0
 def contest(names: Sequence[str], level: Level, say: Callable[[str], None]) -> Iterator[Row]:
     """Measure these contenders beside shmbus: rate, latency and survival of each.
 
-    Each is asked for its runs in turn with shmbus, so that a slow minute falls on both.
+    Runs of a contender alternate with runs of shmbus, to spread a slow minute over both.
     """
     known = contenders()
     alone: dict[str, list[dict[str, Any]]] = {}
@@ -81,7 +81,7 @@ def _rows(
     ours: list[dict[str, Any]],
     about: dict[str, Any],
 ) -> Iterator[Row]:
-    """Make the rows of a contender; what it failed at says why."""
+    """Make the rows of a contender; a failed row names its reason."""
     name, title = contender.name, contender.title
     rates = [answer for answer in answers if answer["what"] == "rate"]
     pairs = [
@@ -136,17 +136,17 @@ class Installed(Protocol):
 
 
 def interpreter(contender: Installed) -> Path:
-    """Return the interpreter that runs a contender.
+    """Return the interpreter for a contender.
 
     Raises
     ------
     MeasurementError
-        Its environment has not been made.
+        Its environment is missing.
     """
     if not contender.environment:
         return Path(sys.executable)
     root = Path(os.environ.get(VARIABLE) or ROOT / ".venv-contenders")
-    # Environments of the adapters' tests have trainers.
+    # Environments of the adapters' tests contain trainers.
     places = {
         root: "bench-contenders",
         ROOT / "build/peers": f"build/peers/{contender.environment}/.made",
@@ -161,14 +161,14 @@ def interpreter(contender: Installed) -> Path:
 
 
 def versions(contender: Installed) -> dict[str, Any]:
-    """Return the versions of a contender's packages, and of the Python that runs it.
+    """Return the versions of a contender's packages, and of its Python.
 
     Raises
     ------
     MeasurementError
-        Something that it needs is not there; the message says what, and what to do.
+        A requirement is missing; the message names the requirement and the remedy.
     """
-    # Asked of the environment without importing anything in it.
+    # Read from the environment's metadata, without an import.
     code = (
         "import importlib.metadata as m, json, platform, sys\n"
         "print(json.dumps({'python': platform.python_version(),"
@@ -188,13 +188,13 @@ def versions(contender: Installed) -> dict[str, Any]:
 def ask(
     contender: Contender, requests: list[dict[str, Any]], deadline_s: float = DEADLINE_S
 ) -> list[dict[str, Any]]:
-    """Let a contender answer requests in a process of its own, in order.
+    """Have a contender answer requests in a process of its own, in order.
 
-    An answer that has ``failed`` says why: it raised, died, or came to no end.
+    ``failed`` of an answer names the error: an exception, a death, a missed deadline.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if contender.environment:
-        # What another interpreter has built is of no use to this one.
+        # Builds of this interpreter are useless to a different interpreter.
         path = str(ROOT)
     with (
         tempfile.TemporaryDirectory(prefix="shmbus-bench-") as directory,
@@ -205,7 +205,7 @@ def ask(
             [interpreter(contender), "-m", "bench.contest.child", contender.name, output],
             stdin=subprocess.PIPE, stdout=said, stderr=said,
             env={**os.environ, "PYTHONPATH": path},
-            # A Ctrl-C is for the parent, which ends this one in order.
+            # A Ctrl-C addresses the parent, which ends this process in order.
             start_new_session=True,
         )  # fmt: skip
         why = ""
@@ -226,7 +226,7 @@ def ask(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a child, and by pid what it started, if it cannot do that itself any more."""
+    """End a child, and by pid its processes, in case the child cannot."""
     if child.poll() is not None:
         return
     child.terminate()

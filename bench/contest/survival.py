@@ -1,12 +1,11 @@
-"""Whether a run goes on when one of its writers is killed in the middle of a write.
+"""Survival of a run after a writer's death in the middle of a write.
 
-A survivor and a victim send large trajectories to one reader, as fast as they can. After a random
-while the victim gets SIGKILL, at a random moment of a send that has just begun, and the next one
-begins; that several times over. Said is how many of the kills hit within a send; whether the reader
-went on receiving from the survivor after each one; and whether all that a victim's `send` had
-returned for has arrived, whole.
+A survivor and a victim send large trajectories to a reader at full speed. After a random while the
+victim gets SIGKILL at a random moment of a fresh send, and the next victim begins; several times
+over. Results: the kills within a send; progress of the reader with the survivor's trajectories
+after each kill; arrival, whole, of every trajectory behind a returned `send` of a victim.
 
-Each trajectory is filled with one number, its own, so that a torn one shows.
+A trajectory is filled with its own number: a torn trajectory shows.
 """
 
 from __future__ import annotations
@@ -26,29 +25,27 @@ from bench.workload import Source, Workload
 
 __all__ = ["Survival", "measure"]
 
-#: Tokens of a trajectory: megabytes, so that most kills hit a write; fewer where that takes long.
+#: Tokens of a trajectory: megabytes, to catch a write by most kills; fewer for slow contenders.
 TOKENS: Final = 262_144
 SLOW_TOKENS: Final = 16_384
-#: Contenders below this many trajectories (of 2,048 tokens) a second get the smaller ones.
+#: Contenders below this rate (of trajectories with 2,048 tokens a second) get the smaller size.
 SLOW_PER_S: Final = 1_000.0
-#: Trajectories of a victim that have to arrive before it may be killed.
+#: Least arrivals from a victim before its kill.
 ARRIVED: Final = 2
-#: A victim goes on for a random part of so many seconds, some of its sends' worth, until one of its
-#: sends is aimed at.
+#: A victim goes on for a random part of so many seconds, several sends, until the aimed send.
 KILL_WITHIN_S: Final = 0.02
-#: Seconds to wait for a send that begins. How far into one a kill hits is random too: megabytes
-#: take some hundreds of microseconds, at the speed of memory.
+#: Seconds to wait for a fresh send. The kill's distance into the send is random too: megabytes
+#: take hundreds of microseconds at the speed of memory.
 AIM_S: Final = 1.0
 SEND_S: Final = 0.0003
-#: Seconds without one that the survivor began to send after the kill, after which a run counts as
-#: stopped.
+#: Seconds without a survivor's trajectory from after the kill, before a run counts as stopped.
 PATIENCE_S: Final = 10.0
-#: Seconds that everything gets to begin, and that what victims sent gets to arrive.
+#: Seconds for the start, and for late arrivals from victims.
 START_S: Final = 30.0
 LATE_S: Final = 3.0
 POLL_S: Final = 0.002
 CAPACITY: Final = "64MiB"
-#: What the tokens of a trajectory are filled with: this many for each sender.
+#: Fill values of a sender's trajectories: so many for each sender.
 NUMBERS: Final = 10_000_000
 
 
@@ -59,19 +56,19 @@ class Survival:
     kills: int
     #: Kills within a send.
     in_send: int
-    #: The kill after which nothing came from the survivor; None if the survivor always went on.
+    #: The kill that silenced the survivor; None for a survivor that always went on.
     stopped_after: int | None
-    #: Sent trajectories of victims that never came; trajectories in pieces; repeated ones.
+    #: Sent trajectories of victims without arrival; trajectories in pieces; repeated trajectories.
     lost: int
     torn: int
     doubled: int
     lasted_s: float
-    #: Error of a reader that failed.
+    #: Error of a failed reader.
     why: str = ""
 
 
 def measure(module: str, kills: int, patience_s: float = PATIENCE_S) -> Survival:
-    """Kill so many writers, one after the other, or until nothing has come for `patience_s`."""
+    """Kill so many writers, one by one, or until `patience_s` of silence."""
     contender = importlib.import_module(module)
     slow = contender.CONTENDER.per_second < SLOW_PER_S
     workload = Workload(
@@ -81,8 +78,8 @@ def measure(module: str, kills: int, patience_s: float = PATIENCE_S) -> Survival
         group_size=1,
         capacity=CAPACITY,
     )
-    # For each sender: received, sent, whether it is within a send. Then the survivor's latest to
-    # arrive, torn and doubled.
+    # For each sender: received, sent, within a send. Then the survivor's latest arrival, torn and
+    # doubled.
     counters = context().RawArray("q", 3 * (kills + 1) + 3)
     with contender.link(workload) as address:
         senders = [
@@ -122,7 +119,7 @@ def _kill_all(
         victim.end()
         killed += 1
         in_send += within[number]
-        # One that was begun now or earlier may have been on its way.
+        # A trajectory begun by now may already travel.
         mark = sent[0]
         if not arrived or not _wait(lambda m=mark: counters[latest] > m, patience_s, reader):  # type: ignore[misc]
             stopped_after = number
@@ -143,20 +140,20 @@ def _kill_all(
 
 
 def _aim(within: _Part, number: int, after_s: float) -> None:
-    """Return so long after a sender has begun a send, or after a while if it begins none."""
+    """Return so long after a sender began a send, or after a while without a send."""
     deadline = time.perf_counter() + AIM_S
     while within[number] and time.perf_counter() < deadline:
         pass
     while not within[number] and time.perf_counter() < deadline:
         pass
-    # No call that lets the processor go: that takes longer than what is to be hit.
+    # Spin: a call that yields the processor takes longer than the targeted send.
     due = time.perf_counter() + after_s
     while time.perf_counter() < due:
         pass
 
 
 class _Part:
-    """One of the three counters of each sender."""
+    """View of a counter, with an element for each sender."""
 
     def __init__(self, counters: Any, offset: int) -> None:
         self._counters = counters
@@ -170,7 +167,7 @@ class _Part:
 
 
 def _wait(condition: Callable[[], bool], seconds: float, reader: Started) -> bool:
-    """Wait until a condition holds; False if it takes longer, or the reader has failed."""
+    """Wait for a condition; return False at the deadline or after the reader's failure."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline or not reader.running:
@@ -185,7 +182,7 @@ def _send(module: str, address: Any, workload: Workload, number: int, counters: 
     size = workload.tokens
     with importlib.import_module(module).sender(address, workload, number) as sender:
         for count in itertools.count():
-            # New arrays each time: some contenders look at them only after send has returned.
+            # New arrays each time: contenders may read the arrays after the return of send.
             source: Source = (
                 np.full(size, number * NUMBERS + count, np.int32),
                 np.full(size, count & 1, np.uint8),

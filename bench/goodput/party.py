@@ -86,7 +86,7 @@ class Stub:
 
     @property
     def over(self) -> bool:
-        """Whether the trainer has ended."""
+        """Whether the trainer ended."""
         return (self.root / "over").exists()
 
     def answer(self) -> NDArray[np.int32]:
@@ -117,7 +117,7 @@ class Stub:
             number += 1
 
     def handed(self, *answers: NDArray[Any]) -> None:
-        """Write delivered answers down."""
+        """Record delivered answers."""
         for tokens in answers:
             self._handed.note(*numbers_of(tokens))
 

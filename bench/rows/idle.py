@@ -1,4 +1,4 @@
-"""What it costs that nothing happens: a consumer that waits, and a daemon with both ends attached.
+"""Cost of idleness: a waiting consumer, and a daemon between two attached ends.
 
 Processor seconds a minute.
 """
@@ -16,7 +16,7 @@ from bench.sending import serving, temporary_bus
 __all__ = ["daemon_idle", "idle"]
 
 UNIT: Final = "CPU s a minute"
-#: Seconds before the count: a thread of OpenBLAS, which NumPy has, spins for 8 ms when it begins.
+#: Seconds before the count: a thread of OpenBLAS, within NumPy, spins for 8 ms at its start.
 SETTLE_S: Final = 0.3
 
 
@@ -29,7 +29,7 @@ def idle(level: Level, capacity: str) -> Row:
 
 
 def daemon_idle(level: Level, capacity: str) -> Row:
-    """Let a daemon sleep while a producer and a consumer are attached."""
+    """Let a daemon sleep between an attached producer and an attached consumer."""
     values = []
     with (
         temporary_bus(capacity) as name,

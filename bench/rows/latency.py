@@ -1,9 +1,9 @@
-"""One way from put to a sleeping reader, embedded and through the daemon.
+"""Time from put to a sleeping reader, embedded and through the daemon.
 
-By CLOCK_MONOTONIC, from right before put to right after take has returned in the other process,
-with random pauses long enough for the reader to be asleep again. Beside it, in turns and with the
-same pauses: a bare futex between two C programs; for the daemon, which is two wake-ups, a semaphore
-that a third interpreter passes on.
+By CLOCK_MONOTONIC, from right before put to right after the return of take in the second process;
+random pauses are long enough for the reader to fall asleep again. Beside it, in turns and with the
+same pauses: a bare futex between two C programs; for the daemon's two wake-ups, a semaphore passed
+on by a third interpreter.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ __all__ = ["daemon_wake", "pauses_ns", "wake"]
 #: Microseconds between two puts.
 PAUSE_US: Final = (300.0, 1000.0)
 SEED: Final = 20240229
-#: Wake-ups before those that count: first calls, first touches.
+#: Uncounted first wake-ups: first calls, first touches.
 WARM_UP: Final = 50
 
 
 def pauses_ns(wakes: int) -> list[int]:
-    """Return the nanoseconds before each put, those of the warm-up first; always the same."""
+    """Return the nanoseconds before each put, warm-up first; always the same."""
     generator = random.Random(SEED)
     return [int(generator.uniform(*PAUSE_US) * 1000) for _ in range(WARM_UP + wakes)]
 

@@ -1,4 +1,4 @@
-"""Groups that one client leases through the daemon and acknowledges, some hundred at a time."""
+"""Groups leased through the daemon and acknowledged by a client, hundreds at a time."""
 
 import time
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def daemon_leases(level: Level, capacity: str) -> Row:
 
 
 def _lease_all(start: Callable[[], None], name: str, workload: Workload) -> float:
-    """Take and acknowledge every group; return groups a second, from the first on."""
+    """Take and acknowledge every group; return groups a second, counted from the first."""
     with shmbus.Consumer(name) as consumer:
         start()
         groups = consumer.take(AT_ONCE, STALL_S)

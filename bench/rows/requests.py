@@ -1,7 +1,7 @@
 """Requests a second from one feeder to four workers: offered, taken, decoded.
 
-Several at a time. The workers wait before the feeder begins, and end nothing: the lane has room for
-all groups. The clock runs from the first offer to the last sample that any worker took.
+Batched. The workers wait before the feeder begins, and complete nothing: the lane holds every
+group. The clock runs from the first offer to the last sample in a worker's hands.
 """
 
 import time
@@ -21,14 +21,14 @@ from bench.yardsticks import queue_us
 __all__ = ["requests"]
 
 WORKERS: Final = 4
-#: Seconds without a request after which a worker has seen the last one.
+#: Seconds without a request after which a worker ends.
 IDLE_S: Final = 1.0
 #: Tokens of a prompt.
 PROMPT: Final = 64
-#: Groups that are offered by one call, and samples that are taken by one.
+#: Groups of an offering call, samples of a taking call.
 OFFERED: Final = 16
 TAKEN: Final = 32
-#: Bytes of the lane a group: a row's share of it.
+#: Bytes of the lane a group: a row's share.
 LANE_BYTES: Final = 2304
 
 
@@ -84,5 +84,5 @@ def _work(start: Callable[[], None], name: str) -> tuple[int, float]:
                 if request["prompt"].size != PROMPT:
                     raise MeasurementError(f"expected a prompt of {PROMPT}, got {request}")
             taken, last_s = taken + len(found), time.monotonic()
-        time.sleep(2 * IDLE_S)  # until the others have nothing to take what this gives back
+        time.sleep(2 * IDLE_S)  # every sibling ends first: returned requests find no taker
     return taken, last_s

@@ -1,10 +1,10 @@
-"""What a trajectory costs the stash with many open groups, beside the cost with few.
+"""Cost of a trajectory in the stash with many open groups, beside the cost with few.
 
-`Stash.add` alone, without a ring, in processor time. Each sample belongs to a random one of the
-open groups, which is the worst for caches. In the steady state each eighth sample completes a group
-and another opens one, so that the adds and completions among those timed are the same at any size.
-Samples are made right before they are added, each with an id of its own; ready groups are leased
-and ended between the timed calls; the garbage collector is off.
+`Stash.add` alone, without a ring, in processor time. Each sample belongs to a random open group,
+the worst case for caches. In the steady state every eighth sample completes a group and a new group
+opens: timed adds and completions are the same at any size. Fresh samples with distinct ids precede
+each timed call; leases and ends of ready groups lie between timed calls; the garbage collector is
+off.
 """
 
 import gc
@@ -26,13 +26,13 @@ from shmbus.stash.stash import Stash
 
 __all__ = ["Sample", "growth"]
 
-#: Samples of one call: as many as Consumer takes from the ring at a time.
+#: Samples of a call: the batch of Consumer's reads from the ring.
 BATCH: Final = limits.POLL_RECORDS
 SEED: Final = 20240229
 
 
 class Sample(msgspec.Struct, gc=False):
-    """A stand-in for Trajectory; like it, one that the garbage collector does not visit."""
+    """A stand-in for Trajectory, equally invisible to the garbage collector."""
 
     key: str
     group_size: int
@@ -66,7 +66,7 @@ def growth(level: Level, capacity: str) -> Row:
 def _arrivals(open_groups: int) -> Iterator[tuple[int, int]]:
     """Yield group number and index, beginning with groups of every level of completion."""
     generator = random.Random(SEED)
-    # One slot in eight waits for the first sample of its next group.
+    # An eighth of the slots wait for the first sample of their next group.
     slots = open_groups * GROUP_SIZE // (GROUP_SIZE - 1)
     numbers = array("q", range(slots))
     levels = array("q", (number % GROUP_SIZE for number in numbers))
@@ -88,7 +88,7 @@ def _add_ns(start: Callable[[], None], open_groups: int, adds: int) -> float:
     stash: Stash[Sample] = Stash()
     gc.disable()
     start()
-    # Fills the stash, and goes on until the table has been used for a while at its final size.
+    # Fills the stash, and goes on until the table is worn at its final size.
     _feed(stash, arrivals, open_groups * (GROUP_SIZE // 2 + 1))
     seconds, added = _feed(stash, arrivals, adds)
     return seconds / added * 1e9

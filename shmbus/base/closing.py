@@ -14,7 +14,7 @@ class ClosedByWith:
     __slots__ = ()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the handle."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -28,7 +28,7 @@ class ClosedForReason(ClosedByWith):
     """Handle told at the end of the exception that left its block; "" without exception."""
 
     def close(self, reason: str = "") -> None:
-        """Close it."""
+        """Close the handle."""
         raise NotImplementedError
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -39,7 +39,7 @@ class ClosedByAsyncWith:
     """Handle closed only by an ``async with`` block, because closing waits."""
 
     async def close(self) -> None:
-        """Close it."""
+        """Close the handle."""
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:
@@ -58,5 +58,5 @@ class ClosedByAnyWith(ClosedByWith):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # In this thread: `close` never waits, and no cancellation can come before it.
+        # In this thread: `close` never waits, and no cancellation can come first.
         self.close()

@@ -1,7 +1,7 @@
-"""Start of another program of this project, with this process's own packages.
+"""Start of this project's programs, with the packages of this process.
 
 Invariant: the working directory is never an import path. ``python -m`` puts the working directory
-first, and a folder there with the name of a package would run instead, regardless of its owner.
+first: a folder there with the name of a package would run instead, regardless of its owner.
 """
 
 from __future__ import annotations

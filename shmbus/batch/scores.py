@@ -1,7 +1,7 @@
 """Scores within a group: equal up to rounding, or relative to each other.
 
-The same reward, computed in another order or in float32, differs in its last bits. Divided by the
-standard deviation of its group, such a difference would become an advantage of size 1.
+The same reward, computed in a different order or in float32, changes in its last bits. Divided by
+the standard deviation of its group, the difference would become an advantage of size 1.
 
 Invariant: a group of one, and a group of equal scores, give 0; finite scores never give nan or an
 infinity.
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 __all__ = ["SCORE_RESOLUTION", "are_equal", "relative_scores"]
 
-#: Scores whose difference is below this share of the larger score are equal: 8 units of float32's
-#: last place, for a reward that is the sum of a few float32 numbers.
+#: Scores with a difference below this share of the larger score are equal: 8 units of float32's
+#: last place, for a reward summed from a few float32 numbers.
 SCORE_RESOLUTION: Final = 2.0**-20
 Floats = NDArray[np.float64]
 

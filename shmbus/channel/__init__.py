@@ -6,8 +6,8 @@ The channel's segment is a companion, like a slot pool, with a separate protocol
 
 Invariants:
 
-- Each step is delivered until the acknowledgement, and never afterwards; no step is left out.
-- Every wait has a deadline, and ends when the peer dies, ends or refuses.
+- Each step is delivered until the acknowledgement, and never afterwards; no step gets lost.
+- Every wait has a deadline, and ends at the peer's death, end or refusal.
 """
 
 from __future__ import annotations

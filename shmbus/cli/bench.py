@@ -1,8 +1,8 @@
-"""``shmbus bench``: measure this machine; the code is in ``bench/`` of the source checkout.
+"""``shmbus bench``: measure this machine, by ``bench/`` of the source checkout.
 
-The package omits the benchmark, which needs the sources of small C programs, and the contenders. In
-a checkout the command runs the benchmark in an interpreter of its own; elsewhere the command prints
-the remedy. The module imports nothing of the benchmark.
+The package omits the benchmark, because of its C sources and contenders. In a checkout the command
+runs the benchmark in a separate interpreter; elsewhere the command prints the remedy. Importing the
+module loads nothing of the benchmark.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure this machine, beside other ways to move a trajectory",
-        # Options, and the help on them, are the benchmark's own.
+        # The benchmark parses its options and prints their help.
         add_help=False,
         prefix_chars="\0",
     )
@@ -43,7 +43,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark of this package's checkout, and return its exit status."""
+    """Run the benchmark of this package's checkout; return the exit status."""
     root = Path(shmbus.__file__).resolve().parents[1]
     if not (root / _SUITE).is_file():
         wants_help = {"-h", "--help"} & set(arguments.options)
@@ -57,6 +57,5 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # Ctrl-C reaches both processes: the benchmark ends its children, and this process
-            # waits.
+            # Ctrl-C reaches both processes: the benchmark ends its children; this process waits.
             continue

@@ -15,7 +15,7 @@ from shmbus.segment.names import bus_names
 
 
 class BusLine(msgspec.Struct, frozen=True):
-    """One bus; everything but name and problem is None if unreadable."""
+    """A bus; an unreadable bus leaves everything but name and problem None."""
 
     name: str
     #: Bytes for records.
@@ -27,7 +27,7 @@ class BusLine(msgspec.Struct, frozen=True):
     #: The reader, "" without a reader.
     collector: str | None = None
     problem: str | None = None
-    #: Slot pools beside it, such as weights.
+    #: Slot pools beside the bus, such as weights.
     pools: list[PoolStatus] = []
 
 

@@ -1,14 +1,14 @@
 """A new adapter at several servers, under a name unique to its publication.
 
-No server is paused: requests in flight continue with their requested name, and new requests ask
-for the new name once the bus's policy version announces it.
+No server pauses: requests in flight continue with their requested name, and new requests ask for
+the new name once the bus's policy version announces it.
 
 Invariants:
 
 - The policy version is announced only after enough servers list the new name with its path; a
   success answer proves nothing, and a refused load is an error whatever the list shows.
 - Any exception of a server's class is a failure of the server.
-- A version taken by too few servers is unloaded again; the previous one stays loaded until `keep`
+- Servers unload a version taken by too few of them; the previous version stays loaded until `keep`
   newer versions are.
 """
 
@@ -114,15 +114,15 @@ class LoraFleet(ClosedByAsyncWith):
         Returns
         -------
         UpdateReport
-            At least `quorum` servers took it; `warning` names failed unloads.
+            At least `quorum` servers took the version; `warning` names failed unloads.
 
         Raises
         ------
         EngineError
             A server sleeps; nothing was loaded.
         UpdateRolledBackError
-            Too few servers took it: a load was refused, or another adapter holds the name. It was
-            unloaded again, and the previous version stays in force.
+            Too few servers took the version: a load was refused, or a foreign adapter holds the
+            name. The version was unloaded again, and its predecessor stays in force.
         """
         if not isinstance(adapter, LoraVersion):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Updates as tasks: one at a time in a process, and each to its end.
+"""Updates as tasks: one at a time in a process, never cut short.
 
 Invariant: a task cancelled during its wait for a turn never gets the turn.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 #: The name in ``--weight-transfer-config '{"backend": ...}'``.
 BACKEND = "shmbus"
-#: The method of vLLM's worker that compares weights, for ``/collective_rpc``.
+#: Method of vLLM's worker for comparing weights, by ``/collective_rpc``.
 VERIFY = "shmbus_verify"
 
 

@@ -79,7 +79,7 @@ async def _gzipped(request: web.BaseRequest, body: bytes) -> web.Response:
     if len(body) >= settings.COMPRESS_FROM:
         answer.headers["Vary"] = "Accept-Encoding"
         if "gzip" in request.headers.get("Accept-Encoding", "").lower():
-            # The least level: a loopback is faster than any compression.
+            # The least level: a loopback outruns any compression.
             answer.body = await asyncio.to_thread(gzip.compress, body, 1)
             answer.headers["Content-Encoding"] = "gzip"
     return answer

@@ -6,7 +6,7 @@ the groups on the bus: the collector drops a group that was put twice as surplus
 
 Invariants:
 
-- A body answered with 200 is whole in the bus; nothing of a refused body is there.
+- A body answered with 200 is whole in the bus; a refused body leaves no part there.
 - Bodies are put one after another, in order of arrival: no body starves.
 - The groups of a body with a lost answer keep their round, also under a successor. Equal bodies
   with delivered answers have different rounds: different groups.

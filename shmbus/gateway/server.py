@@ -1,4 +1,4 @@
-"""The gateway's HTTP server: its routes, its refusals in FastAPI's form, its life."""
+"""The gateway's HTTP server: routes, refusals in FastAPI's form, and life."""
 
 from __future__ import annotations
 

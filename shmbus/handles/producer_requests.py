@@ -2,11 +2,11 @@
 
 Invariants
 ----------
-- A sample belongs to a single producer at a time. The sample comes back when that producer gives it
-  back, closes, or dies. The sample is answered once, through every death
+- A sample belongs to a single producer at a time, and returns if the producer gives the sample
+  back, closes, or dies. A sample is answered once, through every death
   (shmbus_ext/ring/requests.h).
 - `next` also hands out retry requests of the lane's groups, with their prompts.
-- When this producer closes, its unanswered requests go to other producers.
+- When this producer closes, its unanswered requests go to the remaining producers.
 """
 
 from __future__ import annotations
@@ -128,14 +128,14 @@ class ProducerRequests:
     """`Producer.requests`: a worker's requested samples, and its answers.
 
     `next` takes a sample to make, `answer` puts the sample, `fail` reports a failure, and
-    `release` gives the sample back unmade. All are thread-safe, like the Producer.
+    `release` gives the sample back unmade. Every method is thread-safe, like the Producer.
 
     Parameters
     ----------
     producer : Producer
-        The worker's handle, which makes this: ``producer.requests``.
+        The worker's handle, owner of this object: ``producer.requests``.
     state : object
-        That Producer's state between two calls.
+        State of the Producer between two calls.
     """
 
     __slots__ = ("_producer", "_state")
@@ -153,10 +153,9 @@ class ProducerRequests:
 
         The order: first repeated requests for failed samples (last, for a worker whose own last
         sample failed), then the highest priority, then the oldest offer. A worker with only
-        failures or releases gets no sample for up to 30 s. Nothing is handed out while the bus is
-        paused, nor while the weights of every inference server of the bus are unknown. If the bus
-        bounds the producers' lead (`max_lead`), a group is begun here, and its samples never wait
-        in `answer` for that bound.
+        failures or releases gets no sample for up to 30 s. A paused bus hands out nothing, as does
+        a bus whose inference servers all run unknown weights. If the bus bounds the producers' lead
+        (`max_lead`), a group begins here, and its samples never wait in `answer` for the bound.
 
         When this producer closes, its process dies, or `release` is called, taken samples go to
         other producers.
@@ -335,7 +334,7 @@ class ProducerRequests:
             if new is not None or text is None or prompt is None:
                 assert new is not None
                 text, prompt = new, Prompt(new[8], new[7])
-                # A prompt is decoded once for its samples taken by this producer.
+                # Decode a prompt once for this producer's samples of the group.
                 self._state.last_request = (claim[0], text, prompt)
             sample = Request._of(
                 text, prompt, claim[4], self._salt(), claim=claim, partials=self._partials
@@ -384,9 +383,9 @@ class ProducerRequests:
 
         For workers that put samples without an offer: `next` hands out the lane's failed samples,
         with their prompts. A sample goes to a single worker at a time. When this producer closes
-        without an answer, the sample goes to another worker. The sample counts as failed once more
-        if the producer dies, or does not answer within the consumer's `retry_timeout`. Without open
-        retry requests this reads a single word of shared memory.
+        without an answer, the sample goes to another worker. If the producer dies, or does not
+        answer within the consumer's `retry_timeout`, the sample counts as failed once more. Without
+        open retry requests the call reads a single word of shared memory.
 
         Parameters
         ----------
@@ -397,8 +396,8 @@ class ProducerRequests:
         -------
         list of Request
             In the order of the retry requests, for `answer`, `fail` and `release`. Samples of the
-            lane carry their prompt, other samples no fields. `group_size` is 0 if unknown; give it
-            to `answer`.
+            lane carry their prompt, other samples no fields. `group_size` is 0 if unknown; give the
+            size to `answer`.
 
         Raises
         ------
@@ -450,7 +449,7 @@ class ProducerRequests:
         )
 
     def _holds(self, ticket: Ticket) -> bool:
-        """Tell if another producer's sample remains wanted."""
+        """Tell if a foreign producer's sample remains wanted."""
         try:
             return self._producer._holds_request(ticket.claim)
         except IndexError:
@@ -477,9 +476,9 @@ class ProducerRequests:
             A request from `next`.
         so_far : mapping of str to array, optional
             The partial rollout: `tokens`, after the prompt's, and further arrays by token, such as
-            `logprobs`, `loss_mask` and `token_versions`. The next worker finds it in
-            `Request.so_far`, and must begin its answer with it: each token keeps its sampler's
-            logprob and version.
+            `logprobs`, `loss_mask` and `token_versions`. The next worker finds the rollout in
+            `Request.so_far`, and must begin its answer with these arrays: each token keeps its
+            sampler's logprob and version.
         state : object, optional
             A value msgspec can encode, for `Request.state`.
         max_releases : int, default 16
@@ -649,7 +648,7 @@ class ProducerRequests:
         """Report the failure of a requested sample, as `Producer.fail` does.
 
         With `sample_retries` the sample is requested again, with its prompt, after its backoff;
-        else its group is given up. If all recent samples of all workers failed alike, the lane lets
+        else its group ends. If the recent samples of every worker failed alike, the lane lets
         single samples through until a success, and meanwhile no failure uses up a retry.
 
         Parameters
@@ -761,7 +760,7 @@ def _retry_rows(segment: _core.Segment) -> list[_RetryRow]:
 
 
 def _text_of(segment: _core.Segment, row: _RetryRow) -> RequestText:
-    """Return a request text for a sample that came without the lane."""
+    """Return a request text for a sample from outside the lane."""
     need = row.need or row.size
     split = _core.split_label(segment, row.split)
     return row.instance_id, row.round, split, row.size, need, 0, 0, 0, b""

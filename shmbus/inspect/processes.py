@@ -1,11 +1,11 @@
-"""Liveness and stops of a bus's processes, as far as this process can see.
+"""Liveness and stops of a bus's processes, within the view of this process.
 
 Invariants:
 
-- A process lives while it holds its slot's lock.
-- A pid is only a hint: it may be of another namespace, or belong to another process by now. A
-  process counts as stopped only if it maps this very segment.
-- Unreadable processes count as not stopped; no process is disturbed.
+- A process lives while holding the lock of its slot.
+- A pid is only a hint: the number may come from a different namespace, or belong to a new process
+  by now. Only a process with a mapping of this very segment counts as stopped.
+- Unreadable processes count as running; no process is disturbed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shmbus.inspect.segment_file import SegmentFile
 from shmbus.segment.fleet_note import note_path, read_fleet_note
 from shmbus.segment.locked_file import LockedFile
 
-#: States of /proc/PID/stat of a process that a signal or a debugger has stopped.
+#: States in /proc/PID/stat of a process stopped by a signal or a debugger.
 _STOPPED: Final = frozenset("Tt")
 
 
@@ -43,7 +43,7 @@ class ProducerChecks:
         self._every = 1 if self._most is None else max(1, -(-producers // self._most))
 
     def check(self, file: SegmentFile, slot: int, number: int, pid: int) -> tuple[bool, bool]:
-        """Check a producer whose slot claims to be attached."""
+        """Check a producer with an attached slot."""
         self._seen += 1
         known = self._known.get(slot)
         if known is not None and known[0] == number and (self._seen + self._turn) % self._every:

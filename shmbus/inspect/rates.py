@@ -1,7 +1,7 @@
 """Rates of a bus: the difference of two polls over the time between them.
 
-Invariants: a poll stays cheap on a full bus (no walk over many records); a bus that was
-removed and created again under its name starts anew.
+Invariants: a poll stays cheap on a full bus (no walk over many records); a bus created again under
+its name starts anew.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _WALK_RECORDS = 20_000
 #: Samples per group a poll requests from a daemon: more than every display shows singly, and all
 #: samples of a group of usual size, enough to identify the missing producer.
 _CELLS = 1024
-#: Producers whose processes a poll checks: some 10 ms of work. More producers take turns.
+#: Processes of producers checked by a poll: some 10 ms of work. More producers take turns.
 _CHECKS = 256
-#: Seconds over which waiting is summed up, between two notes of it, and between two polls beyond
-#: which the bus was unwatched: older waits do not belong to the last minute.
+#: Seconds of summed waiting between two notes, and the longest gap between polls of a watched bus:
+#: older waits do not belong to the last minute.
 _WAITS_OVER_S = 60.0
 _WAITS_EVERY_S = 5.0
 _UNWATCHED_S = 10.0
-#: Runs, and records of each, from which a poll takes the mean size of a trajectory.
+#: Runs, and records of each, behind the mean size of a trajectory.
 _SAMPLE_RUNS = 8
 _SAMPLE_RECORDS = 8
 
@@ -62,16 +62,16 @@ class Watcher:
         self._forget(0)
 
     def _forget(self, created: int) -> None:
-        #: Creation time of the bus; another number means another bus of the name.
+        #: Creation time of the bus; a new number means a new bus of the name.
         self.created_unix_ns = created
-        #: The oldest incomplete groups, of the last poll that read them.
+        #: The oldest incomplete groups of the last poll with a read.
         self.groups = Groups(source="none", groups=[])
         #: Age of the groups, in seconds.
         self.groups_age_s = 0.0
         self._groups_at_s = 0.0
         #: The daemon's newest events, oldest first; empty without a daemon.
         self.events: list[BusEvent] = []
-        #: Incomplete and complete groups, of the last poll that walked; None before the first.
+        #: Incomplete and complete groups of the last poll with a walk; None before the first.
         self.sorted: tuple[int | None, int | None] = (None, None)
         #: Seconds since the last commit seen by a poll, by producer number.
         self.idle_s: dict[int, float] = {}
@@ -80,8 +80,8 @@ class Watcher:
         self._active_s: dict[int, tuple[int, float]] = {}
         self._moved: tuple[object, float] = (None, 0.0)
         self._next_walk_s = 0.0
-        #: Seconds that each producer waited in the last minute, or since a later first poll; by
-        #: producer number. Never more than that period.
+        #: Seconds of waiting in the last minute, or since a later first poll, by producer number.
+        #: Never more than the period.
         self.waited_s: dict[int, float] = {}
         #: The same sum over all trainers: at most the period times the number of trainers.
         self.trainers_waited_s = 0.0

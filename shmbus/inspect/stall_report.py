@@ -13,7 +13,7 @@ from shmbus.data.status_types import BusStatus
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
 
-#: Waits of trainers; all other waits belong to producers.
+#: Waits of trainers; the remaining waits belong to producers.
 OF_TRAINERS = ("a complete group", "this rank's step")
 #: Rows for producers and clients in the text of a report.
 _ROWS = 20

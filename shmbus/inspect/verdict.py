@@ -107,7 +107,7 @@ def judge(
     still_s: float | None = None,
     wants: str | None = None,
 ) -> Verdict:
-    """Judge a bus: name its obstacles, the first in a sentence; `wants` of a process that waits."""
+    """Judge a bus: name its obstacles, the first in a sentence; `wants` of a waiting process."""
     quality = _precision_gap(status) if wants is None else ()
     wants = wants or ""
     findings = [
@@ -208,7 +208,7 @@ def _last_producer(status: BusStatus) -> str:
     if not status.producers:
         return ""
     last = max(status.producers, key=lambda producer: producer.producer_id)
-    # A slot taken back does not tell how its owner ended.
+    # A slot taken back hides its owner's end.
     ended = {"dead": "which died", "closed": "which has left", "gone": "which is gone"}
     return f"; the last was {producer_name(last)}, {ended.get(last.state, 'which lives')}"
 
@@ -264,7 +264,7 @@ def _reader(status: BusStatus) -> Iterator[Finding]:
 
 def _nobody_reads(status: BusStatus) -> Finding:
     collector = status.collector
-    # A closed collector removed its pid from the segment.
+    # A closed collector removes its pid from the segment.
     last = f"; the last was {_collector_name(status)}, which died" if collector.pid else ""
     is_daemon = collector.label == DAEMON_LABEL
     waits = _what_waits(status)
@@ -525,7 +525,7 @@ def _producer(producer: ProducerStatus, waits: int, share: float) -> Iterator[Fi
     idle_s = producer.idle_s or 0.0
     silent = idle_s >= SILENT_S
     if producer.state in ("dead", "gone"):
-        # A producer that left in order also counts as gone, once reaped.
+        # A reaped producer counts as gone even after an orderly end.
         what = f"{name} {'died' if producer.state == 'dead' else 'is gone'}"
         if waits:
             what += f", and {groups}; nobody will send these samples"
@@ -857,7 +857,7 @@ def _stopped_trainer(lease: LeaseStatus, trainers: int) -> Finding:
 
 
 def _not_back(daemon: DaemonStatus) -> list[Finding]:
-    """Say that a client of an earlier daemon, or connection, keeps groups from everybody."""
+    """Report groups kept back by a client of an earlier daemon or connection."""
     if not daemon.in_doubt:
         return []
     pids = daemon.stopped_pids[:_NAMED]
@@ -877,7 +877,7 @@ def _not_back(daemon: DaemonStatus) -> list[Finding]:
 
 
 def _precision_gap(status: BusStatus) -> Iterator[Finding]:
-    """Report rounding between engine and trainer that PPO's clip takes for a policy change."""
+    """Report rounding between engine and trainer, for PPO's clip a change of the policy."""
     gap = status.mismatch
     if gap is None or (gap.gap_share or 0) < _GAP_SHARE or (gap.clipped or 0) < _GAP_CLIPPED:
         return

@@ -1,4 +1,4 @@
-"""Attachment of a publisher's rank to its pool: rank 0 creates the pool, higher ranks wait for it.
+"""Attachment of a publisher's rank to its pool: rank 0 creates the pool, higher ranks wait.
 
 Invariant: a pool with a living participant is never replaced.
 """
@@ -62,7 +62,7 @@ def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
 
 
 def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> None:
-    """Remove a pool of insufficient size, unless a living process takes part in it."""
+    """Remove a pool of insufficient size, unless a living process takes part."""
     status = status_of_pool(bus, kind, pool)
     users = [f"rank {rank.rank} (pid {rank.pid})" for rank in status.ranks if rank.state == "alive"]
     users += [f"{it.label} (pid {it.pid})" for it in status.readers if it.state == "alive"]

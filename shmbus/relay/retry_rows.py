@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import TypeAlias
 
-from shmbus.base.arguments import fit_text
 from shmbus.relay.messages import GroupName, MissingSample, Unanswered, Wanted, bus_of
 from shmbus.relay.splits import Splits, number_of
 from shmbus.stash.failures import Failures, Request
+from shmbus.stash.retries import publish_row
 from shmbus_ext import _core
 from shmbus_ext._core import OriginHead
 
@@ -183,21 +183,7 @@ class RetryRows:
 
     def _publish(self, sample: MissingSample, split: int) -> int:
         row = self._free.pop()
-        id_, round, _ = sample.group
-        _core.retry_publish(
-            self._segment,
-            row,
-            # Grows across sources too: a claim always matches the request seen.
-            _core.monotonic_ns(),
-            id_,
-            _core.NO_ROUND if round is None else round,
-            split,
-            sample.group_size,
-            sample.need,
-            sample.index,
-            sample.attempt,
-            fit_text("reason", sample.reason, _core.RETRY_REASON_BYTES).encode(),
-        )
+        publish_row(self._segment, row, (*sample.group[:2], split), sample)
         return row
 
     def check_claimants(self) -> None:

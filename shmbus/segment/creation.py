@@ -2,9 +2,9 @@
 
 Invariants:
 
-- An error while making a segment first removes that segment, and no other file.
-- A dead creator's unfinished segment is removed under a lock of its whole range of bytes. A process
-  that makes or uses the segment excludes that lock.
+- An error while making a segment first removes the segment, and no other file.
+- A dead creator's unfinished segment is removed under a lock of its whole range of bytes; makers
+  and users of the segment exclude the lock.
 - A bus never gets fewer extents than producers: every producer holds an extent.
 """
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 #: Seconds between two checks of a segment without magic and lock: a living creator locks it within
 #: microseconds.
 _UNFINISHED_WAIT_S: Final = 0.2
-#: Seconds between two attempts to open a segment under construction by another process.
+#: Seconds between two attempts to open a segment under construction.
 _POLL_S: Final = 0.005
 _MIB: Final = 1 << 20
 
@@ -65,7 +65,7 @@ def create_segment(
     check_name(name)
     max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     if os.path.lexists(shm_path(name)):
-        # Before checking for space, which this very bus may occupy.
+        # Before checking for space: the very bus may occupy the space.
         raise _exists(name)
     size = _default_capacity(name) if capacity is None else parse_size(capacity, "capacity")
     max_producers = _producers_with_room(name, size, max_producers, extent_bytes, crowded)
@@ -85,7 +85,7 @@ def create_segment(
 
 
 def remove_made(segment: _core.Segment) -> None:
-    """Close and remove a segment this process has just created and shared with no other process."""
+    """Close and remove a fresh segment, still unshared."""
     made = identity(segment.name)
     segment.close()
     if made is not None:
@@ -192,7 +192,7 @@ def _open_or_create(
     bounds: Bounds,
     schema: _core.DeclaredSchema | None,
 ) -> _core.Segment | None:
-    """Return a segment, made or found; None if another process won or makes the segment."""
+    """Return a segment, made or found; None if a second process won or makes the segment."""
     try:
         return _core.uninterrupted(open_once, name, False)
     except UnfinishedError:
@@ -206,12 +206,12 @@ def _open_or_create(
     except (errors.BusExistsError, errors.BusNotFoundError):
         return None
     except errors.CapacityError:
-        # Another process may have taken the space, for this very bus.
+        # A second process may have taken the space, for this very bus.
         if os.path.lexists(shm_path(name)):
             return None
         raise
     except OSError as error:
-        # Another process took the file for a dead creator's, and holds its lock.
+        # A second process took the file for a dead creator's, and holds its lock.
         if error.errno == errno.EBUSY:
             return None
         raise

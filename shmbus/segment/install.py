@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _copy_trajectory(arguments: tuple[Any, ...]) -> TrajectoryCopy:
-    # Not at the top: a producer makes no copies, and does not load this.
+    # Imported late: a producer makes no copies.
     from shmbus.data.copies import TrajectoryCopy
 
     raw_meta, fields = arguments[-2:]

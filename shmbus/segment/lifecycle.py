@@ -52,7 +52,7 @@ def until_there(name: str, wait_s: float | None) -> Iterator[float]:
 
 
 def wait_for_bus(name: str, wait_s: float | None) -> None:
-    """Sleep until a bus of that name exists, as `until_there` defines."""
+    """Sleep until a bus of the name exists, as defined by `until_there`."""
     for rest_s in until_there(name, wait_s):
         time.sleep(rest_s)
 
@@ -76,7 +76,7 @@ def _is_there(name: str) -> bool | None:
 
 
 def has_magic(fd: int) -> bool:
-    """Tell if a segment's creator finished: the first eight bytes are stored last."""
+    """Tell if a segment's creator finished: the first eight bytes come last."""
     return any(os.pread(fd, 8, 0))
 
 
@@ -86,7 +86,7 @@ def open_segment(name: str, *, read_only: bool = False) -> _core.Segment:
     deadline = time.monotonic() + ATTACH_WAIT_S
     while True:
         try:
-            # Interrupted between two of its steps, a descriptor would be closed twice, or never.
+            # An interrupt between two of its steps could close a descriptor twice, or never.
             return _core.uninterrupted(open_once, name, read_only)
         except UnfinishedError as error:
             if time.monotonic() > deadline:

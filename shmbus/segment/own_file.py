@@ -1,7 +1,7 @@
 """Opening this user's files in a folder writable by other users, such as /dev/shm.
 
 Invariant: every read, write or cut follows a check of the open descriptor: a regular file of this
-process's user, reached over no link and without waiting.
+process's user, reached without a link and without waiting.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def open_own(path: str, flags: int, what: str) -> int:
 
 
 def read_own(path: str, what: str) -> bytes:
-    """Read a file of this process's user."""
+    """Read a file of this user."""
     with os.fdopen(open_own(path, os.O_RDONLY, what), "rb") as file:
         return file.read()
 
 
 def require_own_folder(path: str, what: str) -> None:
-    """Refuse folders and links of another user, who could swap the files."""
+    """Refuse a foreign user's folders and links: their owner could swap files."""
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid():
         found = os.stat(path)
@@ -64,7 +64,7 @@ def check_own(
     what: str,
     is_kind: Callable[[int], bool] = stat.S_ISREG,
 ) -> None:
-    """Refuse irregular files, and files of another user, who could read and truncate them."""
+    """Refuse irregular files, and a foreign user's: their owner could read and truncate them."""
     if found.st_uid != os.geteuid():
         raise PermissionError(
             f"{what}: {path} belongs to uid {found.st_uid}, this process runs as uid "

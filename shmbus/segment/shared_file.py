@@ -2,7 +2,7 @@
 
 Invariants:
 
-- An error while making a file first removes that file, and no other file of its name. A finished
+- An error while making a file first removes the file, and no other file of its name. A finished
   file is returned, or removed.
 - Readers open only files of this user (`own_file`), still named after locking.
 """
@@ -86,7 +86,7 @@ def remove_file(path: str, known: os.stat_result) -> None:
 
 
 def open_once(path: str, title: str, read_only: bool, attach: Callable[[int], _H]) -> _H | None:
-    """Open a file and, by its descriptor, its content; None if the file lost its name meanwhile."""
+    """Open a file and, by its descriptor, its content; None for a file without a name by then."""
     fd = open_own(path, os.O_RDONLY if read_only else os.O_RDWR, title)
     try:
         known = os.fstat(fd)
@@ -102,7 +102,7 @@ def open_once(path: str, title: str, read_only: bool, attach: Callable[[int], _H
 
 
 class _NotAttachedError(Exception):
-    """Reason why a file does not count as its name's kind."""
+    """Reason against a file as its name's kind."""
 
     def __init__(self, status: int, found: int) -> None:
         super().__init__(status, found)
@@ -133,7 +133,7 @@ class Companion(Generic[_H]):
             raise self.no_space(needed)
 
         if os.path.lexists(self.path):
-            # Before checking for space, which this very file may occupy.
+            # Before checking for space: the very file may occupy the space.
             raise self._exists()
         self.require_room(needed)
         try:
@@ -170,7 +170,7 @@ class Companion(Generic[_H]):
             time.sleep(_POLL_S)
 
     def unlink(self) -> None:
-        """Remove its name, and the socket of a dead owner of its memory."""
+        """Remove its name, and the socket of a dead memory owner."""
         try:
             os.unlink(self.path)
         except FileNotFoundError as error:
@@ -181,7 +181,7 @@ class Companion(Generic[_H]):
 
     def require_room(self, needed: int) -> None:
         """Refuse a size beyond any limit, before the kernel kills a process of a full cgroup."""
-        from shmbus.segment import room  # a producer makes no file, and does not load the module
+        from shmbus.segment import room  # imported late: a producer makes no file
 
         if needed > room.tightest().left:
             raise self.no_space(needed)

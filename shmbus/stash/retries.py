@@ -6,15 +6,15 @@ repairs the remains of its dead peer.
 
 Invariants
 ----------
-- The table lists the stash's open requests; an ended request is withdrawn before the next poll of
-  the ring.
+- The table lists the stash's open requests; an ended request leaves before the next poll of the
+  ring.
 - A request is published after its backoff. While the lane is paused for like failures, a worker
   takes a sample only with the pause's row, published anew for each sample.
-- A request is taken back at its deadline by a compare-and-swap against its claimant's answer.
+- At its deadline a request is taken back by a compare-and-swap against its claimant's answer.
 - A claim counts as a failed attempt only after its producer's death and a read of its commits.
   A closing producer gives its claims back.
-- Requests of an earlier collector are taken over, with their attempts, when their failures are
-  found again. The rest is withdrawn after a full read of the ring.
+- Requests of an earlier collector keep their attempts: a failure found again takes its request
+  over. The rest leaves after a full read of the ring.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger("shmbus.requests")
 
 
 class Retries:
-    """Publishes the open requests of a stash, and fails those of dead producers."""
+    """Publishes a stash's open requests, and fails the requests of dead producers."""
 
     def __init__(self, segment: _core.Segment, stash: Stash[_core.Trajectory]) -> None:
         self._segment = segment
@@ -48,7 +48,7 @@ class Retries:
         self._row_of: dict[_At, int] = {}
         self._taken_over: dict[_At, tuple[int, int]] = {}
         self._free: list[int] = []
-        #: The row that pauses the lane, and its start, in Unix ns; None while the lane is open.
+        #: Pausing row of the lane, and its start, in Unix ns; None while the lane is open.
         self._pause: tuple[int, int] | None = None
         #: Producers that died with a claim, by row; the claims fail after a full read of the ring.
         self._dead_claims: dict[int, int] = {}
@@ -202,22 +202,7 @@ class Retries:
             if not self._free:
                 return
             row = self._free.pop()
-            id_, round, split = split_key(request.key)
-            _core.retry_publish(
-                self._segment,
-                row,
-                # Grows over collectors too: a claim always refers to the request its producer saw.
-                _core.monotonic_ns(),
-                id_,
-                _core.NO_ROUND if round is None else round,
-                split,
-                request.group_size,
-                request.need,
-                request.index,
-                request.attempt,
-                _text(request.reason),
-                request.late,
-            )
+            publish_row(self._segment, row, split_key(request.key), request, request.late)
         self._requests[row] = request
         self._row_of[at] = row
         self._failures.publish(request, now_s)
@@ -231,6 +216,32 @@ class Retries:
                 reason = f"producer {claimant - 1} died while it had it"
                 self._stash.fail_request(request, reason, now_s)
         self._dead_claims.clear()
+
+
+def publish_row(
+    segment: _core.Segment,
+    row: int,
+    group: tuple[str, int | None, int],
+    sample: Any,
+    late: bool = False,
+) -> None:
+    """Offer producers a failed sample, a Request or a relay's MissingSample."""
+    id_, round, split = group
+    _core.retry_publish(
+        segment,
+        row,
+        # Grows over collectors too: a claim always refers to the request its producer saw.
+        _core.monotonic_ns(),
+        id_,
+        _core.NO_ROUND if round is None else round,
+        split,
+        sample.group_size,
+        sample.need,
+        sample.index,
+        sample.attempt,
+        _text(sample.reason),
+        late,
+    )
 
 
 def _text(reason: str) -> bytes:

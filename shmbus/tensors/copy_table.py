@@ -1,8 +1,8 @@
 """Device tensors as pieces of equal size, for one launch of all copies.
 
-A launch per tensor costs the host some microseconds, and tensors of a few MiB wait for it; one
-launch for all, with a piece per processor, runs at the rate of memory. `cut` is pure. Without
-Triton nothing is cut, and torch copies the tensors.
+A launch per tensor costs the host some microseconds, and tensors of a few MiB wait for it; a single
+launch, with a piece per processor, runs at the rate of memory. `cut` is pure. Without Triton torch
+copies the tensors uncut.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 #: Bytes from which a copy of its own is faster: 2 us on a device of 2 TB/s, the cost of a launch.
 LARGE_BYTES: Final = 4 << 20
 
-#: Bytes of a piece, which a program of the kernel moves at once.
+#: Bytes of a piece, moved by a program of the kernel at once.
 PIECE_BYTES: Final = 32 << 10
 WORD_BYTES: Final = 8
 ADDRESS_BYTES: Final = 16
@@ -92,12 +92,12 @@ def _table(to: Table, of: Table, count: Table) -> Table:
 
 @functools.cache
 def may_cut() -> bool:
-    """Return whether Triton is installed."""
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def import_kernels(module: str) -> None:
-    """Import a module of kernels, in a thread without signals; nothing without Triton."""
+    """Import a module of kernels, in a thread without signals; skip without Triton."""
     if importlib.util.find_spec("triton") is None:
         return
 
@@ -117,7 +117,7 @@ def prepare_copies(device: torch.device) -> None:
 
 
 def is_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether a CUDA copy within one device suits the kernel."""
+    """Whether a CUDA copy within one device suits the kernel."""
     return (
         target.is_cuda and target.device == source.device and spans_of(target, source) is not None
     )

@@ -54,13 +54,13 @@ def add_parser(commands: Commands) -> None:
 
 def _host(text: str) -> str:
     if not text:
-        # An empty address would mean every address of this machine.
+        # An empty address would mean every address of the machine.
         raise argparse.ArgumentTypeError("expected an address, such as 127.0.0.1, got nothing")
     return text
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve; 1 with a hint if the extra is not installed, 2 for wrong arguments."""
+    """Serve; 1 with a hint for a missing extra, 2 for wrong arguments."""
     require_extra("web", "aiohttp")
     from shmbus.segment.names import check_name
     from shmbus.web.server import serve

@@ -1,4 +1,4 @@
-"""Weights from a trainer to every inference process of one machine, whole versions only.
+"""Weights from a trainer to every inference process of a machine, whole versions only.
 
 ::
 
@@ -10,9 +10,9 @@
 
 Invariants:
 
-- A reader gets one whole version, whichever process died; or an error that names the version still
-  in force.
-- Nothing read is unpickled; every byte read is checked before its use.
+- A reader gets one whole version after any death, or an error with the name of the version in
+  force.
+- Readers unpickle nothing, and check every byte before its use.
 """
 
 from __future__ import annotations

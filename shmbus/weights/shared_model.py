@@ -3,7 +3,7 @@
 ::
 
     with share_model("run1", model) as shared:              # the trainer: its parameters move there
-        with shared.stepping(version=8):              # waits until nobody reads
+        with shared.stepping(version=8):              # waits for the last reader to leave
             optimizer.step()
 
     with attach_model("run1", model) as shared:             # a server: its parameters are views
@@ -15,13 +15,14 @@ On a CUDA device the tensors lie in memory exported once, by either side: an eng
 
 Invariants:
 
-- A reader inside `reading` meets one version only, and neither it nor the trainer's step starves.
+- A reader inside `reading` meets one version only, and neither readers nor the trainer's step
+  starve.
 - A stepper locks both bytes of the file; a reader locks the second, after passing the first. A
-  waiting stepper therefore keeps new readers out. Each block opens the file again for locks of its
-  own, so threads of a process exclude each other; a lock ends with its block, or its process.
+  waiting stepper therefore keeps new readers out. Each block opens the file again for its own
+  locks: threads of a process exclude each other; a lock ends with its block, or its process.
 - A trainer's death or exception in a step leaves the word `stepping` behind: readers get an error,
   and no server generates with a mix.
-- A model is attached whole or not at all: every parameter and buffer is found first.
+- A model is attached whole or not at all, after a search for every parameter and buffer.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ from shmbus.weights.single_copy import (
 )
 from shmbus.weights.weight_source import ModuleSource
 
-#: Locked bytes of the file; their content does not matter.
+#: Locked bytes of the file, with meaningless contents.
 _GATE: Final = 0
 _DATA: Final = 1
 _WRITER: Final = 2
@@ -130,7 +131,7 @@ class SharedModel(ClosedByWith):
             # From its own first byte on, the origin of the manifest's offsets.
             payload = payload_tensor(memoryview(self._map)[at : at + size])
         self._device: Final = payload.device
-        #: True if another process owns the memory and the file.
+        #: True if a foreign process owns the memory and the file.
         self._is_guest = owner != 0 and arena is None
         self._tensors = {place.name: tensor_at(payload, place) for place in self.manifest.tensors}
         #: Version of this process's last forward pass.
@@ -143,7 +144,7 @@ class SharedModel(ClosedByWith):
 
     @property
     def torn(self) -> bool:
-        """Return whether a step began without an end; True also during a step."""
+        """Whether a step began without an end; True also during a step."""
         return bool(struct.unpack_from("<Q", self._map, STEPPING_AT)[0])
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -213,7 +214,7 @@ class SharedModel(ClosedByWith):
             raise BusClosedError(f"shared weights of bus {self.bus!r} {what}; attach again")
 
     def _require_in_place(self) -> None:
-        """Raise WeightsError for a tensor whose changes no peer would see."""
+        """Raise WeightsError for a tensor with changes hidden from peers."""
         model = None if self._model is None else self._model()
         if model is None:
             return
@@ -245,7 +246,7 @@ class SharedModel(ClosedByWith):
         guard: Literal["lock", "none"] = "lock",
         heal: bool = False,
     ) -> Iterator[None]:
-        """Wait until nobody reads, and keep readers out, for a ``with`` block.
+        """Wait for readers to leave, and keep readers out, for a ``with`` block.
 
         Parameters
         ----------
@@ -414,7 +415,7 @@ def _arena_of(bus: str, device: torch.device) -> Arena | None:
 
 
 def _mapped(bus: str, owner: int, size: int, *, writable: bool) -> torch.Tensor:
-    """Map another process's exported memory."""
+    """Map exported memory of a different process."""
     view = ArenaView(memory_socket(KIND, bus), or_owner=True, writable=writable)
     try:
         memory = view.memory(BufferName(0, owner))

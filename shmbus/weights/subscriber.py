@@ -2,9 +2,9 @@
 
 Invariants:
 
-- A version is checked whole before a tensor of it is handed out.
+- A version is checked whole before handing out its tensors.
 - The reader's row names the running version, and the reason against the newest: `applied` is
-  recorded after the last byte was copied, `refused` before the error is raised.
+  recorded after the copy of the last byte, `refused` before the error.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class WeightSubscriber(ClosedByWith):
     carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
         As the publisher's; "auto" takes any carrier of the publisher but "checkpoint".
     verify : "off" | "sample" | "all"
-        Compare digests of some blocks, or of every block, before a version is handed out. The
+        Compare digests of some blocks, or of every block, before handing out a version. The
         publisher has to compute them.
     directory : path, optional
         Carrier "checkpoint": directory of the files.
@@ -144,7 +144,7 @@ class WeightSubscriber(ClosedByWith):
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait for the first one; None waits for ever.
+            Seconds to wait for the first version; None waits for ever.
 
         Returns
         -------
@@ -156,7 +156,7 @@ class WeightSubscriber(ClosedByWith):
         WaitTimeoutError
             No version came.
         ManifestError, DamagedError
-            The manifest is unusable, or the bytes differ from the published ones.
+            The manifest is unusable, or the bytes differ from the published bytes.
         BusBusyError, BusClosedError
             The reader table is full, or this subscriber is closed.
         """
@@ -169,9 +169,9 @@ class WeightSubscriber(ClosedByWith):
         Parameters
         ----------
         newer_than : int, optional
-            The caller's number: any version received by this subscriber after it counts, whatever
-            its number, because training may have gone back. For a number never received, a larger
-            number counts, or a new life begun during the wait. None takes any.
+            The caller's number: any version received by this subscriber after the number counts,
+            even a lower number, because training may have gone back. For a number never received,
+            a larger number counts, or a new life begun during the wait. None takes any.
         timeout : float, optional
             Seconds; None waits for ever.
 

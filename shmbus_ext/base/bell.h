@@ -1,9 +1,9 @@
 /* Sleeping until a change by another process: a futex word, and a flag for waiters.
  *
- * Invariant: a waiter stores the flag before its last look; a process that makes a change looks at
- * the flag afterwards. Both are sequentially consistent: at least one of the two sees the other,
- * and without waiters neither side makes a system call. A dead waiter leaves at most one spare
- * wake-up. A death rings no bell: a wait that a peer's death should end runs in slices. */
+ * Invariant: a waiter stores the flag before its last look; a process with a change looks at the
+ * flag afterwards. Both are sequentially consistent: at least one side sees the other, and without
+ * waiters neither side makes a system call. A dead waiter leaves at most one spare wake-up. A death
+ * rings no bell: a wait for a mortal peer runs in slices. */
 #ifndef SHMBUS_BASE_BELL_H
 #define SHMBUS_BASE_BELL_H
 
@@ -24,8 +24,8 @@ enum bell_wait bell_wait(struct bell *self, uint32_t ticket, int64_t timeout_ns)
 #define BELL_ALL UINT32_MAX
 /* Wakes at most `most` waiters. */
 void bell_ring(struct bell *self, uint32_t most);
-/* The same for waiters of some kinds, a bit each: a ring for one resource spends no wake-up on a
- * waiter for another. */
+/* The same for waiters of some kinds, a bit each: a ring for a resource spends no wake-up on
+ * waiters for different resources. */
 enum bell_wait bell_wait_for(struct bell *self, uint32_t kinds, uint32_t ticket,
                              int64_t timeout_ns);
 void bell_ring_for(struct bell *self, uint32_t kinds, uint32_t most);

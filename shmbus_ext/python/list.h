@@ -1,6 +1,6 @@
 /* An intrusive, doubly linked list: a ring through its head.
  *
- * Invariant: a link is in at most one list; an unlisted link has no neighbours. */
+ * Invariant: a link is in at most a single list; an unlisted link lacks neighbours. */
 #ifndef SHMBUS_PYTHON_LIST_H
 #define SHMBUS_PYTHON_LIST_H
 

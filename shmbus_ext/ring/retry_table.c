@@ -90,7 +90,7 @@ static bool swap(struct segment *segment, uint32_t at, uint64_t from, uint64_t t
                                                    memory_order_acq_rel, memory_order_relaxed);
 }
 
-/* Returns true if a producer is between the intent of a commit and its count. */
+/* Returns true between a producer's intent of a commit and its count. */
 static bool is_committing(const struct segment *segment, uint64_t producer_id) {
     for (uint32_t i = 0; i < segment->max_producers; i++) {
         const struct producer_slot *slot = &segment->slots[i];
@@ -125,7 +125,7 @@ bool retry_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_t
     if (retry_read(segment, at, copy) && copy->number == number) {
         return true;
     }
-    /* Since the read, the entry received another request. */
+        /* Since the read, the entry received a new request. */
     swap(segment, at, producer_id + 1, SHMBUS_RETRY_FREE);
     return false;
 }

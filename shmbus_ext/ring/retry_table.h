@@ -4,9 +4,9 @@
  *  - Only the collector writes an entry, and only while its claim is BUSY. A producer changes only
  *    the claim: from free to its own id, back to free, or to ANSWERED. Hence a request goes to one
  *    producer at a time.
- *  - A claim becomes ANSWERED by compare-and-swap just before its answer's commit, and an entry is
- *    taken back by compare-and-swap at its deadline: exactly one of the two happens.
- *  - Neither side can leave the other waiting. The collector puts back a claim of a dead producer.
+ *  - A claim becomes ANSWERED by compare-and-swap just before its answer's commit; the deadline
+ *    takes an entry back by compare-and-swap: exactly one of the two happens.
+ *  - Neither side leaves its peer waiting. The collector puts back a claim of a dead producer.
  *    A collector takes over or withdraws the entries of its dead predecessor.
  *  - Values of an entry are copied, bounded and checked before use. */
 #ifndef SHMBUS_RING_RETRY_TABLE_H

@@ -204,7 +204,7 @@ def test_of_many_tiny_ones_errors_add_up(longest: int, window: tuple[int, int], 
         (out.detach(), *gradients(out, operands, upstream))
         for out, operands in zip(ways, (case, case, wide), strict=True)
     ]
-    # The worst element of one may be far luckier than the worst of the other.
+    # The worst element of either may be far luckier than its counterpart's.
     for mine, torchs, right in zip(*found, strict=True):
         assert (mine - right).norm() <= 2 * (torchs - right).norm()
 
@@ -323,7 +323,7 @@ def test_the_log_sum_exp_is_float32_whatever_the_operands(dtype: torch.dtype, se
 
 
 def test_two_halves_of_the_keys_combine_by_their_log_sum_exps(seed: int) -> None:
-    # What context parallelism does; it is right only if the log-sum-exp has its gradient.
+    # As in context parallelism: right only with a gradient of the log-sum-exp.
     case = make_case([(6, 8), (3, 8)], (2, 2), seed)
     whole = packed(case, (-1, -1))
     half = torch.tensor([True] * 4 + [False] * 4).repeat(2)
@@ -375,7 +375,7 @@ def test_the_backend_on_the_cpu_is_sdpa_and_native_says_why_not(seed: int) -> No
 
 
 def on_gpu(**facts: Any) -> Any:
-    """What `attention_backend` reads of an operand, as if it lay on a GPU."""
+    """Attributes of an operand read by `attention_backend`, as if on a GPU."""
     shape = facts.pop("shape", (8, 2, 64))
     return SimpleNamespace(
         is_cuda=True,
@@ -469,7 +469,7 @@ def test_the_native_function_is_called_as_its_version_wants(
 
 
 def native_runs(window: tuple[int, int], longest: tuple[int, int]) -> bool:
-    """Whether this torch's native kernel takes bfloat16 heads of 64 on this GPU, and is right."""
+    """Whether this torch's native kernel runs bfloat16 heads of 64 correctly on this GPU."""
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has none")
     left, right = window
     # Of rows far above their first key the kernel computes something else for these.

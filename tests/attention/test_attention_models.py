@@ -38,8 +38,8 @@ def operands(seed: int, lengths: list[int], heads: tuple[int, int] = (4, 2)) -> 
     ]
 
 
-#: Batches as a run has them. The first two differ in all of lengths, sequences, tokens and longest:
-#: torch leaves a size open once it has seen two of it.
+#: Batches of a run. The first two differ in every length, sequences, tokens and longest: torch
+#: leaves a size open after two values.
 MANY_BATCHES = [
     [5, 2, 9], [4, 4, 4, 5], [30, 7], [11, 3, 0, 8, 2], [6, 6], [17, 2, 2], [3, 40, 5, 5],
     [8, 9, 10, 11, 12], [2, 2, 2], [25, 1, 13], [7, 7, 7, 7, 7, 7], [50, 4], [19, 21, 5], [3, 14],
@@ -47,7 +47,7 @@ MANY_BATCHES = [
 
 
 def native_on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have an operator of the CPU, opaque as torch's own is, stand for the native kernel."""
+    """Have an operator of the CPU, opaque like torch's own, stand for the native kernel."""
     calls: list[int] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, rest: list[Any]) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def native_on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found: Any = dispatch.run_backend("sdpa", q, k, v, call, True)
         return found
 
-    # Its schema is read from the types, which have to be there.
+    # Its schema comes from the types, required here.
     @torch.library.custom_op("shmbus_tests::varlen_attn", mutates_args=())
     def kernel(
         q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
@@ -108,7 +108,7 @@ def native_on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-#: Each window once; SHMBUS_TEST_LONG=1 has each with and without the log-sum-exp.
+#: Each window once; SHMBUS_TEST_LONG=1 adds the log-sum-exp.
 COMPILED = [
     (window, return_lse)
     for number, window in enumerate(WINDOWS)
@@ -118,7 +118,7 @@ COMPILED = [
 
 
 def compile_counting(model: Any) -> tuple[Any, Any]:
-    # Over a second of imports, which whoever collects this file shall not have.
+    # Imported late: over a second of imports, unnecessary for a collection.
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch.compiler.reset()
@@ -176,7 +176,7 @@ def attend_in_a_model(
 
 
 def test_sizes_that_begin_to_change_one_after_the_other_cost_a_graph_each(seed: int) -> None:
-    """Torch's rule for any model: three sizes, and one or no token apart; its limit is eight."""
+    """Torch's rule for any model: three sizes, and 0 or 1 token apart; its limit is eight."""
 
     def model(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
         return attend_in_a_model(q, k, v, cu, longest, (-1, 0), True, "sdpa")
@@ -199,7 +199,7 @@ def test_queries_and_keys_of_any_lengths_share_two_graphs(
     monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], seed: int
 ) -> None:
     native_on_the_host(monkeypatch)
-    # The real one, but for the device: of some windows it goes by which side is longer.
+    # The real function, but for the device: some windows depend on the longer side.
     monkeypatch.setattr(
         dispatch, "native_obstacle", lambda q, k, a, b, *rest: "longer" if a > b else None
     )
@@ -302,7 +302,7 @@ def test_autocast_casts_every_operand_first(compiles: bool, seed: int) -> None:
         attend(q, k, v.double())
 
 
-# Of the check's own copies; torch 2.15 hides it where it is shown, which is too late for an error.
+# Of the check's own copies; torch 2.15 hides the warning at display, too late for an error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_operator_is_what_torch_expects_of_one(seed: int) -> None:
     from trainer_adapter.attention.compiled import varlen_operator
@@ -333,7 +333,7 @@ def tiny(kind: str, seed: int, **more: Any) -> Any:
 
 
 def attend_by(model: Any, name: str) -> None:
-    """Change a model's varlen, which has a public name from transformers 4.54 on."""
+    """Change a model's varlen, a public name since transformers 4.54."""
     if hasattr(model, "set_attn_implementation"):
         model.set_attn_implementation(name)
     else:
@@ -359,7 +359,7 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def one_by_one(model: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """Losses and gradients of each sequence alone, with transformers' own eager attention."""
+    """Losses and gradients of single sequences, with transformers' own eager attention."""
     model.zero_grad()
     total = torch.zeros(())
     for tokens in batch.tokens.split(batch.cu_seqlens.diff().tolist()):

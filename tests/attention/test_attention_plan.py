@@ -1,4 +1,4 @@
-"""The plan of a packed batch: who shares a call, and that each token has its one place in it."""
+"""The plan of a packed batch: sequences of a call, and a single place for each token."""
 
 import numpy as np
 import pytest

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_sequences(rng: np.random.Generator, longest: int) -> list[list[np.ndarray[Any, Any]]]:
-    """Groups whose sequences branch off each other, end in each other, or share nothing."""
+    """Groups of sequences that branch off, end inside of, or share nothing with their siblings."""
     groups = []
     for _ in range(int(rng.integers(1, 4))):
         found = [rng.integers(0, 5, int(rng.integers(1, longest)))]

@@ -64,14 +64,14 @@ def test_each_environment_has_a_list_of_what_it_needs_and_every_pin_is_in_the_co
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_what_is_sent_arrives_whole_and_once(name: str) -> None:
-    # More than any reader takes at once, however late it begins: one delivery has no rate.
+    # Beyond any reader's single take, however late its begin: one delivery has no rate.
     workload = Workload(trajectories=1024, tokens=2048, producers=2, capacity="4MiB")
     timed = moving.measure(installed(name).__name__, workload)
     assert 0 < timed.trajectories < 1024 and timed.seconds > 0
 
 
 def test_a_run_that_is_one_delivery_has_no_rate() -> None:
-    # Nothing goes before the reader has the whole group, since it takes complete ones only.
+    # Nothing goes before the reader's whole group: it takes complete groups only.
     with pytest.raises(MeasurementError, match="all 8 came at once"):
         moving.measure("bench.contenders.shmbus_embedded", Workload(trajectories=8, tokens=8))
 

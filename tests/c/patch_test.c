@@ -1,5 +1,5 @@
-/* The code of patches against the plainest way to do the same: every width, any shape, any share of
- * changes, in place with streams before it and beside its base. */
+/* The code of patches against a plain reference: every width, any shape, any share of changes, in
+ * place with streams before it and beside its base. */
 #define _GNU_SOURCE
 #include "pool/patch_code.h"
 #include "support.h"
@@ -17,7 +17,7 @@ static struct patch_shape any_shape(void) {
     static const uint32_t widths[] = {1, 2, 4};
     struct patch_shape shape;
     shape.width = widths[below(3)];
-    /* Often near the borders of what is done at once. */
+    /* Often near the borders of a block. */
     static const uint64_t lengths[] = {1, 7, 255, 256, 257, 511, 2047, 2048, 2049, 4100};
     shape.row_bytes = (below(2) ? lengths[below(10)] : 1 + below(5000)) * shape.width;
     shape.rows = 1 + below(4);
@@ -29,14 +29,14 @@ static uint64_t bytes_of(const struct patch_shape *shape) {
     return (shape->rows - 1) * shape->stride + shape->row_bytes;
 }
 
-/* The largest stream with so many changed elements. */
+/* The largest stream for so many changed elements. */
 static uint64_t stream_bytes(const struct patch_shape *shape, uint64_t changes) {
     uint64_t elements = shape->row_bytes / shape->width;
     uint64_t spans = (elements + PATCH_SPAN - 1) / PATCH_SPAN;
     return shape->rows * spans + changes * (1 + shape->width);
 }
 
-/* Changes some elements of rows that lie one after the other; few, many or all of them. */
+/* Changes elements of consecutive rows; few, many or the whole. */
 static uint64_t change(uint8_t *now, const struct patch_shape *shape) {
     uint64_t elements = shape->rows * shape->row_bytes / shape->width;
     static const uint64_t shares[] = {100000, 1000, 100, 10, 2, 1};
@@ -66,7 +66,7 @@ static uint8_t *room(void) {
     return made;
 }
 
-/* One version after the other into two slots, as a publisher does, and a reader that follows. */
+/* Version after version into two slots, like a publisher, with a following reader. */
 static void follow(struct memory *memory, const struct patch_shape *shape, int versions) {
     uint64_t bytes = bytes_of(shape), elements = shape->rows * shape->row_bytes / shape->width;
     struct patch_in last = {0};
@@ -78,7 +78,7 @@ static void follow(struct memory *memory, const struct patch_shape *shape, int v
         uint64_t changes = change(memory->now, shape);
         uint8_t *stream = memory->streams[version % 2];
         struct patch_out out = {.at = stream, .end = stream + LARGEST};
-        /* The very first is made beside; in place the slot is one version behind. */
+        /* The first goes beside; in place the slot is a version behind. */
         bool in_place = version > 0 && below(4) > 0;
         struct patch_in chain = last;
         memcpy(before, base, LARGEST);
@@ -143,7 +143,7 @@ static void a_stream_without_room_ends_before_its_end(void) {
         .rows = 1, .row_bytes = sizeof now, .stride = sizeof now, .width = 2};
     memset(now, 1, sizeof now);
     for (uint64_t size = 0; size < 4000; size += 97) {
-        uint8_t *stream = malloc(size + 1); /* a sanitizer sees one byte too many */
+        uint8_t *stream = malloc(size + 1); /* a sanitizer sees a byte too many */
         CHECK(stream != NULL);
         memset(base, 0, sizeof base);
         struct patch_out out = {.at = stream, .end = stream + size};

@@ -1,7 +1,6 @@
-/* Records whose bytes were changed: never read out of bounds, never taken for whole.
+/* Records with changed bytes: never read out of bounds, never accepted as whole.
  *
- * Each record lies in a block of exactly its size, so that AddressSanitizer sees a read of one byte
- * more. */
+ * A record lies in a block of exactly its size: AddressSanitizer sees a read of a byte too many. */
 #define _GNU_SOURCE
 #include "base/checksum.h"
 #include "support.h"

@@ -1,6 +1,6 @@
-/* What deaths leave behind, set up by hand, and how the next owner or reader ends it.
+/* Remains of deaths, set up by hand, and their end by the next owner or reader.
  *
- * Each case is a run that the explorer found (tests/model), cut down to the state that matters. */
+ * Each case is a run found by the explorer (tests/model), cut down to the relevant state. */
 #define _GNU_SOURCE
 #include "ring/segment.h"
 #include "ring/recovery.h"
@@ -16,7 +16,7 @@ struct bus {
     struct reservation at;
 };
 
-/* Tells one story over a bus of its own. */
+/* Tells a story over its own bus. */
 static void in_a_bus(uint64_t extents, uint32_t producers, void (*story)(struct bus *)) {
     struct bus bus = {0};
     struct segment_geometry plan;
@@ -59,8 +59,8 @@ static void end(struct reader *reader, struct record_ref *ref) {
     reader_let_go(reader, ref);
 }
 
-/* An owner dies after it has noted its next commit, and before that took effect. Its slot's next
- * owner dies without a commit, when the extent of the first has long been freed. */
+/* An owner dies between the note of its next commit and the commit's effect. Its slot's next owner
+ * dies without a commit, long after the first owner's extent became free. */
 static void an_intent_ends_with_its_owner(struct bus *bus) {
     CHECK(writer_attach(&bus->writer, &bus->other, "first") == WRITER_OK);
     put(&bus->writer, 10);
@@ -82,8 +82,8 @@ static void an_intent_ends_with_its_owner(struct bus *bus) {
     CHECK(reader_next(&bus->reader, &bus->ref) == 0 && bus->reader.corrupt == 0);
 }
 
-/* A collector dies between the two copies of a straggler; its successor acknowledges the moved one
- * and dies before it has met the first. */
+/* A collector dies between the two copies of a straggler; its successor acknowledges the moved copy
+ * and dies before meeting the original. */
 static void a_moved_record_is_not_delivered_after_its_acknowledgement(struct bus *bus) {
     struct record_ref moved;
     CHECK(writer_attach(&bus->writer, &bus->other, "writer") == WRITER_OK);
@@ -94,7 +94,7 @@ static void a_moved_record_is_not_delivered_after_its_acknowledgement(struct bus
     struct record_header *first =
         (void *)(segment_extent(&bus->segment, bus->ref.place.extent) + bus->ref.place.offset);
     CHECK(reader_move(&bus->reader, &moved));
-    /* As a death right after the second copy's publication leaves it. */
+    /* The state of a death right after the second copy's publication. */
     atomic_store(&first->state, SHMBUS_COMMITTED);
     struct bus_header *header = bus->segment.header;
     atomic_store(&header->move_from, place_pack(&bus->ref.place) + 1);
@@ -108,8 +108,8 @@ static void a_moved_record_is_not_delivered_after_its_acknowledgement(struct bus
     CHECK(atomic_load(&header->released[SHMBUS_ACKED]) == 1);
 }
 
-/* An owner stops between linking a run and noting it. The collector walks on, frees the run that is
- * noted, and dies; its successor must find the linked one. */
+/* An owner stops between linking a run and noting it. The collector walks on, frees the noted run,
+ * and dies; its successor must find the linked run. */
 static void a_linked_run_is_found_though_its_owner_has_not_noted_it(struct bus *bus) {
     CHECK(writer_attach(&bus->writer, &bus->other, "writer") == WRITER_OK);
     CHECK(reader_attach(&bus->reader, &bus->segment));
@@ -132,7 +132,7 @@ static void a_linked_run_is_found_though_its_owner_has_not_noted_it(struct bus *
     CHECK(bus->reader.corrupt == 0);
 }
 
-/* A producer that finds the bus full seals its run, so that the reader can free it. */
+/* A producer on a full bus seals its run, to let the reader free it. */
 static void a_run_sealed_for_want_of_space_is_freed(struct bus *bus) {
     CHECK(writer_attach(&bus->writer, &bus->other, "writer") == WRITER_OK);
     CHECK(reader_attach(&bus->reader, &bus->segment));
@@ -167,8 +167,8 @@ static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(struc
     CHECK(bus->reader.runs_freed == 1);
 }
 
-/* Records of a closed producer wait in its first run and in one behind a gap. A process that takes
- * its slot over must not note the first run as the last, or the next collector stops there. */
+/* Records of a closed producer wait in its first run and in a run behind a gap. The slot's next
+ * owner must not note the first run as the last, or the next collector stops there. */
 static void stragglers_on_both_sides_of_a_gap_are_found_again(struct bus *bus) {
     struct record_ref refs[4];
     CHECK(writer_attach(&bus->writer, &bus->other, "writer") == WRITER_OK);
@@ -190,7 +190,7 @@ static void stragglers_on_both_sides_of_a_gap_are_found_again(struct bus *bus) {
     CHECK(reader_next(&bus->reader, &refs[1]) == 0 && bus->reader.corrupt == 0);
 }
 
-/* The claim on neighbouring extents may be scribbled, or of another clock. */
+/* The claim on neighbouring extents may be damaged, or come from a different clock. */
 static void a_claim_that_lasts_too_long_keeps_nobody_out(struct bus *bus) {
     uint32_t generation;
     atomic_store(&bus->segment.header->jumbo_until_ns, UINT64_MAX);
@@ -199,7 +199,7 @@ static void a_claim_that_lasts_too_long_keeps_nobody_out(struct bus *bus) {
     }
 }
 
-/* Producers fill a bus that has had no collector yet, and go on beside the first and the second. */
+/* Producers fill a bus before its first collector, and go on beside the first and the second. */
 static void a_full_bus_keeps_a_place_for_what_is_moved(struct bus *bus) {
     struct sample sample;
     make_sample(&sample, "prompt", 3000);
@@ -220,7 +220,7 @@ static void a_full_bus_keeps_a_place_for_what_is_moved(struct bus *bus) {
     }
 }
 
-/* Only a failure may lack its group's size: any other record would be a sample of no group. */
+/* Only a failure may lack its group's size: any other record would belong to no group. */
 static void a_sample_without_the_size_of_its_group_is_corrupt(struct bus *bus) {
     CHECK(writer_attach(&bus->writer, &bus->other, "writer") == WRITER_OK);
     CHECK(reader_attach(&bus->reader, &bus->segment));
@@ -234,8 +234,8 @@ static void a_sample_without_the_size_of_its_group_is_corrupt(struct bus *bus) {
     }
 }
 
-/* An owner attaches, commits a record or only reserves one, and dies. Its successor dies when it
- * has freed the slot, before it is active there. The reader looked neither before nor between. */
+/* An owner attaches, commits or only reserves a record, and dies. Its successor frees the slot, and
+ * dies before activity there. The reader looked neither before nor between. */
 static void what_a_dead_successor_freed_is_read(struct bus *bus, bool committed) {
     CHECK(reader_attach(&bus->reader, &bus->segment));
     CHECK(reader_next(&bus->reader, &bus->ref) == 0 && reader_next(&bus->reader, &bus->ref) == 0);

@@ -104,7 +104,7 @@ static void every_record_arrives_once_in_order(uint64_t *random) {
         CHECK(found >= 0);
         if (found == 0) {
             doorbell_announce(segment.header);
-            /* Says what was freed, too, before it sleeps. */
+            /* Reports freed space, too, before its sleep. */
             if (reader_has_events(&reader)) {
                 doorbell_stay(segment.header);
             } else {
@@ -127,7 +127,7 @@ static void every_record_arrives_once_in_order(uint64_t *random) {
     CHECK(reader_next(&reader, &none) == 0);
     reader_sweep(&reader, RECOVERY_WHOLE);
     CHECK(reader_next(&reader, &none) == 0);
-    /* All is free again but the extent that the reader keeps ready. */
+    /* Everything is free again but the extent kept ready by the reader. */
     CHECK(extent_count_free(&segment) >= segment.extent_count - 1);
     CHECK(atomic_load(&segment.header->released[SHMBUS_ACKED]) == WRITERS * RECORDS);
     uint64_t committed;
@@ -146,7 +146,7 @@ static void put(struct writer *writer, const char *id, uint64_t n, uint8_t value
     writer_publish(writer, &at);
 }
 
-/* The cost of polling an idle bus follows from the producers on it, not from its slots. */
+/* The cost of polling an idle bus follows from its producers, not from its slots. */
 static void lanes_without_a_producer_are_not_looked_at(void) {
     struct segment segment;
     struct writer writers[2];

@@ -1,4 +1,4 @@
-/* Labels of splits: one number each, whoever names them, and whoever dies at it. */
+/* Labels of splits: a number each, through any order of names and any death. */
 #define _GNU_SOURCE
 #include <pthread.h>
 
@@ -25,7 +25,7 @@ static void what_is_named_is_found(struct segment *segment) {
     CHECK(sizeof longest - 1 == SHMBUS_SPLIT_LABEL_BYTES);
     CHECK(split_find(segment, "train", 5) == SHMBUS_SPLIT_TRAIN);
     CHECK(split_find(segment, "eval", 4) == SHMBUS_MAX_SPLITS);
-    /* Of one beginning, and of every length. */
+    /* With a common beginning, and of every length. */
     for (uint32_t bytes = 1; bytes <= 15; bytes++) {
         CHECK(split_number(segment, longest, bytes * 2 + 1) == bytes);
         CHECK(split_number(segment, longest, bytes * 2 + 1) == bytes);
@@ -75,7 +75,7 @@ static void *run_namer(void *argument) {
     return NULL;
 }
 
-/* Labels of one beginning, so that threads meet in one entry. */
+/* Labels with a common beginning: threads meet in an entry. */
 static void threads_that_name_at_once_agree(struct segment *segment) {
     pthread_barrier_t start;
     CHECK(pthread_barrier_init(&start, NULL, THREADS) == 0);

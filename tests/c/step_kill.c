@@ -1,7 +1,7 @@
-/* SIGKILL after any instruction: a child is stepped through its work one instruction at a time, and
- * killed somewhere on the way; what it leaves is audited.
+/* SIGKILL after any instruction: a child is stepped through its work by single instructions, and
+ * killed on the way; an audit judges the remains.
  *
- * SHMBUS_STEP_KILLS says how many deaths of each kind; the default is for a check. */
+ * SHMBUS_STEP_KILLS sets the deaths of each kind; the default is for a check. */
 #define _GNU_SOURCE
 #include <signal.h>
 #include <sys/ptrace.h>
@@ -19,13 +19,13 @@
 #endif
 enum { EXTENTS = 24, PRODUCERS = 2, RECORDS = 6, MOST_STEPS = 3000000 };
 
-/* What a child says of itself, in memory that outlives it. */
+/* Notes of a child, in memory that outlives the child. */
 static struct witness {
     _Atomic uint32_t begun, done;
 } *witness;
 
 static struct segment segment, other;
-static uint64_t total; /* records that were acknowledged so far */
+static uint64_t total; /* acknowledged records so far */
 
 static void put_number(struct writer *writer, uint32_t number) {
     static const uint64_t sizes[] = {10, 900, 0, 5000, 100, 2500};
@@ -72,7 +72,7 @@ static void end(struct reader *reader, struct record_ref *refs, uint32_t n) {
     }
 }
 
-/* Reads all, moves one out of the way, and acknowledges in two halves. */
+/* Reads every record, moves one out of the way, and acknowledges in two halves. */
 static void collect(void) {
     struct segment own = segment;
     struct reader reader;
@@ -83,7 +83,7 @@ static void collect(void) {
     for (uint32_t i = 0; i < RECORDS; i++) {
         CHECK(reader_next(&reader, &refs[i]) == 1);
     }
-    /* No room for it is an answer too. */
+    /* A lack of room is an answer too. */
     (void)reader_move(&reader, &refs[RECORDS / 2]);
     for (uint32_t half = 0; half < 2; half++) {
         atomic_store(&witness->begun, half + 1);
@@ -92,7 +92,7 @@ static void collect(void) {
     }
 }
 
-/* Steps a child through `work`, ends it after so many instructions; returns how many it took. */
+/* Steps a child through `work`, ends it after so many instructions; returns the count. */
 static uint64_t step(void (*work)(void), uint64_t kill_after) {
     atomic_store(&witness->begun, 0);
     atomic_store(&witness->done, 0);
@@ -122,7 +122,7 @@ static uint64_t step(void (*work)(void), uint64_t kill_after) {
     return steps;
 }
 
-/* Takes all that is there; how many of the records there were. */
+/* Takes every record; returns their count. */
 static uint32_t drain(struct reader *reader, uint64_t life, bool ordered) {
     struct record_ref ref;
     uint32_t n = 0;
@@ -130,7 +130,7 @@ static uint32_t drain(struct reader *reader, uint64_t life, bool ordered) {
         int found = reader_next(reader, &ref);
         CHECK(found >= 0);
         if (found == 0) {
-            /* A reservation whose owner is gone ends on a second look. */
+            /* A reservation of a gone owner ends on a second look. */
             if (!reader_has_events(reader)) {
                 break;
             }
@@ -231,7 +231,7 @@ static void publish(uint32_t row, uint64_t number) {
     retry_publish(&segment, row, &request);
 }
 
-/* The number of the entry's request, which is whole; 0 where there is none. */
+/* The number of the entry's request, checked whole; 0 without a request. */
 static uint64_t asked(uint32_t row, uint64_t *claimant) {
     struct retry_request found, expected;
     if (!retry_read(&segment, row, &found)) {
@@ -243,7 +243,7 @@ static uint64_t asked(uint32_t row, uint64_t *claimant) {
     return found.number;
 }
 
-/* Requests 1 to RECORDS, each in place of the last one, some withdrawn between. */
+/* Requests 1 to RECORDS, each in place of the last, some withdrawn between. */
 static void ask(void) {
     for (uint32_t number = 1; number <= RECORDS; number++) {
         atomic_store(&witness->begun, number);
@@ -256,7 +256,7 @@ static void ask(void) {
     }
 }
 
-/* Claims a request, gives it back, claims it for good. */
+/* Claims a request, gives the claim back, claims again for good. */
 static void take(void) {
     uint64_t claimant;
     struct retry_request copy;
@@ -269,7 +269,7 @@ static void take(void) {
     }
 }
 
-/* Whatever was left there, the next collector publishes in this entry, and a producer claims it. */
+/* Over any remains there, the next collector publishes in this entry, and a producer claims. */
 static void check_row_serves(uint32_t row, uint64_t number) {
     uint64_t claimant;
     struct retry_request copy;

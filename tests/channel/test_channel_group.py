@@ -1,4 +1,4 @@
-"""Channels between ranks: whose turn it is, who is passed over, and what comes again."""
+"""Channels between ranks: turns, ranks passed over, and repeated steps."""
 
 import os
 import signal
@@ -103,7 +103,7 @@ ROWS, WIDTH, STEPS = 4, 3, 6
 
 
 def learning(states: Iterable[torch.Tensor], mean: Any) -> list[torch.Tensor]:
-    """Train a head on a share of each step's rows; what its gradients are is up to `mean`."""
+    """Train a head on a share of each step's rows; `mean` combines the gradients."""
     torch.manual_seed(0)
     head = torch.nn.Linear(WIDTH, 1)
     kept = []
@@ -170,7 +170,7 @@ def test_a_killed_receiver_is_named_and_its_steps_wait(name: str) -> None:
             assert [take(alive) for _ in range(4)] == [0, 2, 4, 6]
     assert take(alive) == 8
     successor = group.receiver(1, specs=SPECS)
-    assert take(successor) == 1  # what had not been acknowledged
+    assert take(successor) == 1  # the unacknowledged step
     for step in (3, 5, 7, 9, 10):
         assert tx.next_step == step
         tx.send(x(step))
@@ -187,7 +187,7 @@ def test_a_killed_sender_is_named_once_and_the_other_goes_on(name: str) -> None:
     process.kill()
     process.join(30)
     tx.send(x(0))
-    assert [take(rx), take(rx)] == [0, 100]  # what it had sent is there
+    assert [take(rx), take(rx)] == [0, 100]  # the sent steps stay
     tx.send(x(1))
     assert take(rx) == 1
     with pytest.raises(PeerGoneError, match=f"{name}.1.0.*sender .* has died"):

@@ -1,4 +1,4 @@
-"""A forked child and its parent's handles: they say what they are there, whoever used them."""
+"""A forked child and its parent's handles: errors name the fork, after any earlier use."""
 
 import os
 import signal

@@ -59,7 +59,7 @@ def test_a_skip_that_nobody_was_told_comes_again(bus_name: str) -> None:
             return receiver.recv, check
 
         assert each_event(operate) > 20
-    # Once it is acknowledged, all that is left to do is to raise.
+    # After the acknowledgement only the raise remains.
     assert not any("errors.py" in where or "__init__" in where for where in late)
 
 

@@ -74,7 +74,7 @@ def test_a_gone_sides_difference_is_told_once_and_a_successor_awaited(bus_name: 
         with pytest.raises(SpecMismatchError):
             wrong.recv(20)
         wrong.close()
-        # It has gone before this side has looked, and both have to be told.
+        # The peer left before this side's look, and both need the message.
         with pytest.raises(SpecMismatchError, match="expected float32"):
             sender.send(STEP)
         sender.send(STEP)

@@ -19,7 +19,7 @@ from shmbus.tensors import tensor_sender as sending
 SPECS = {"hidden": ("float32", (4, 8)), "ids": ("int64", (4,))}
 # Far beyond what a test waits: only the other side's message or death can end a wait in time.
 NEVER_S = 3600.0
-# Of sides that call again: less than they are stopped.
+# Of sides that call again: shorter than their stop.
 
 
 def good(value: int = 0) -> dict[str, torch.Tensor]:
@@ -28,7 +28,7 @@ def good(value: int = 0) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def child_at(target: Callable[..., None], where: Any, phase: str) -> Iterator[Any]:
-    """Run a side in a process of its own that stays in a phase; it is there when this returns."""
+    """Run a side that stays in a phase, in a separate process; return once there."""
     ours, theirs = TEMPLATE.Pipe()
     child = TEMPLATE.Process(target=target, args=(where, phase, theirs), daemon=True)
     child.start()
@@ -61,7 +61,7 @@ def tensor_sender(name: str, phase: str, pipe: Connection) -> None:
     if phase == "sent":
         stay(phase, pipe)
     pipe.send(phase)
-    sender.send(good(1))  # the one slot is full
+    sender.send(good(1))  # fills the only slot
 
 
 def tensor_receiver(name: str, phase: str, pipe: Connection) -> None:

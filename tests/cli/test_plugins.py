@@ -1,4 +1,4 @@
-"""Commands that other packages add: found by their entry points, and harmless when broken."""
+"""Commands added by other packages: found by their entry points, and harmless when broken."""
 
 import argparse
 import importlib

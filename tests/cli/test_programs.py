@@ -1,4 +1,4 @@
-"""Programs that a command starts are those of its own package, wherever it is started."""
+"""A command starts programs of its own package, from any directory."""
 
 import os
 import subprocess

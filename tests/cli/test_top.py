@@ -1,4 +1,4 @@
-"""``shmbus top``: on a real pseudo-terminal, which is whole again afterwards, however it ends."""
+"""``shmbus top``: on a real pseudo-terminal, whole again after any end."""
 
 import contextlib
 import fcntl
@@ -30,7 +30,7 @@ class Terminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self._seen = bytearray()
-        # readline puts the size of pytest's own terminal there; it goes before a terminal's own.
+        # readline puts the size of pytest's own terminal there, ahead of a terminal's own.
         environment = {**os.environ, "TERM": "xterm-256color"}
         environment.pop("LINES", None)
         environment.pop("COLUMNS", None)
@@ -97,7 +97,7 @@ def test_top_restores_the_terminal(bus_name: str, terminal: list[Terminal], how:
         top.expect("waits")
         top.expect("worker")
         if how == "\x03":
-            # No shell has made this terminal the child's own, so the key is only a byte here.
+            # No shell made this terminal the child's own: the key is only a byte here.
             how = "SIGINT"
         if how.startswith("SIG"):
             top.process.send_signal(getattr(signal, how))

@@ -1,4 +1,4 @@
-"""``shmbus weights``: what there is, who runs what, and why not."""
+"""``shmbus weights``: versions, readers, and obstacles."""
 
 import os
 from pathlib import Path

@@ -47,13 +47,12 @@ def put(bus: Bus, count: int, tokens: int = 100) -> None:
             )  # fmt: skip
 
 
-CONNECTION, _DAEMON = socket.socketpair()
-
-
 def receive(
     borrower: _core.Borrower, granted: list[messages.Granted]
 ) -> tuple[list[_core.ClientLease], list[int]]:
-    received = borrower.receive(granted, -1, {}, CONNECTION.fileno())
+    connection, daemon = socket.socketpair()
+    with connection, daemon:
+        received = borrower.receive(granted, -1, {}, connection.fileno())
     borrower.ready.clear()
     return received
 
@@ -166,7 +165,7 @@ def test_exactly_the_runs_that_nobody_looks_at_are_free(
 ) -> None:
     draw = random.Random(seed)
     other = _core.Borrower(lifecycle.open_segment(bus.name, read_only=True))
-    # Each run is one record: no two fit into an extent.
+    # A record a run: no two fit into an extent.
     count = draw.randrange(1, reader.segment.extent_count - 2)
     with Producer(bus.name) as producer:
         for index in range(count):
@@ -196,7 +195,7 @@ def test_exactly_the_runs_that_nobody_looks_at_are_free(
 
 
 def test_late_views_block_nobody(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
-    # The reader only sleeps and wakes: nobody tells it that a view has ended.
+    # The reader only sleeps and wakes: no message reports a view's end.
     rounds = 40 * reader.segment.extent_count
     sending = threading.Thread(target=put_singles, args=(bus.name, rounds))
     sending.start()

@@ -1,4 +1,4 @@
-"""A client's leases without a daemon: locks, messages, and what a reconnect changes."""
+"""A client's leases without a daemon: locks, messages, and effects of a reconnect."""
 
 import socket
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ GROUPS = 3
 
 
 class Dialogue:
-    """A client's leases, and in place of the daemon a reader that lends to it."""
+    """A client's leases, and in place of the daemon a lending reader."""
 
     def __init__(self, bus: Bus) -> None:
         self.reader = _core.Reader(lifecycle.open_segment(bus.name), "test")
@@ -28,7 +28,7 @@ class Dialogue:
         self.ends = socket.socketpair()
 
     def grant(self, step: int = -1) -> list[ClientLease]:
-        """Lease every record that is there, each as a group, by the numbers 10, 11, ..."""
+        """Lease every record as a group, by the numbers 10, 11, ..."""
         granted = [
             messages.Granted(number=10 + at, size=1, places=_core.places([sample]))
             for at, sample in enumerate(self.reader.poll(GROUPS))
@@ -51,7 +51,7 @@ def dialogue(bus_name: str) -> Iterator[Dialogue]:
     with Bus.create(bus_name, "1MiB", max_producers=2) as bus:
         with Producer(bus.name) as producer:
             for number in range(GROUPS):
-                # Larger than an extent, so that no two share a lock.
+                # Larger than an extent: no two share a lock.
                 data = np.zeros(bus.stats().capacity // 8, np.uint8)
                 producer.put(f"g{number}", group_size=1, index=0, data=data)
         made = Dialogue(bus)
@@ -113,7 +113,7 @@ def test_a_reconnect_renumbers_and_confirms_leases(dialogue: Dialogue) -> None:
     assert leases._borrower.locks()[0] == 1
     with pytest.raises(ProtocolError, match="too late"):
         leases.end(lost, _core.ACKED)
-    # A lost group may be leased to another client, so it is not given back.
+    # A lost group may be leased to another client: never given back.
     assert dialogue.give_back(lost_group) is None
 
 

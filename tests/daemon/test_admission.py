@@ -1,4 +1,4 @@
-"""Admission: a Hello that does not fit is refused with what was expected and what to do."""
+"""Admission: an unfit Hello is refused with the expected values and a remedy."""
 
 from typing import Any
 

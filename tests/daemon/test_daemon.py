@@ -1,4 +1,4 @@
-"""The daemon as its clients see it: the same groups as embedded, and no harm from bad clients."""
+"""The daemon for its clients: the same groups as embedded, and no harm from bad clients."""
 
 import contextlib
 import os
@@ -66,7 +66,7 @@ def test_a_consumer_finds_the_daemon_and_gets_what_embedded_would_give(
         assert (first.state, second.state) == ("acknowledged", "given_back")
         with pytest.raises(ProtocolError, match="acknowledged already"):
             first.ack()
-        # More than fit a word may be asked for.
+        # A request may exceed a word.
         (again,) = consumer.take(2**64, timeout=10)
         assert again.instance_id == "b"
         again.drop()
@@ -209,7 +209,7 @@ def test_leases_and_acknowledgements_outlive_the_daemon(daemon: Served, bus_name
     for key in "abcd":
         put(bus_name, key)
     with Consumer(bus_name) as consumer, Consumer(bus_name) as other:
-        # Each group has a producer of its own: which two come first is open.
+        # Each group has a separate producer: the first two are open.
         held = take_exactly(consumer, 2)
         served.kill()
         held[0].ack()
@@ -417,7 +417,7 @@ def test_a_lease_that_ends_for_no_known_reason_is_refused(daemon: Served, bus_na
     daemon("--capacity", "8MiB")
     put(bus_name, "a")
     with raw(bus_name) as connection:
-        # 16 has the length of a number that is in bounds.
+        # 16 has the length of a number within bounds.
         end = messages.frame(messages.End(numbers=[1], reason=1)).replace(
             b"reason\x01", b"reason\x10"
         )
@@ -449,7 +449,7 @@ def test_what_a_client_acknowledged_before_it_was_gone_counts(
         )
         while not isinstance(replies[-1], messages.LedgerReply):
             replies += [messages.decode_reply(body) for body in buffer.feed(connection.recv(65536))]
-        # When the daemon goes on, an answer is due first, to a client that is gone.
+        # The resumed daemon first owes an answer to a gone client.
         served.child.send_signal(signal.SIGSTOP)
         connection.sendall(messages.frame(messages.End(numbers=[number], reason=0)))
     time.sleep(0.3)
@@ -479,7 +479,7 @@ def test_what_a_client_with_plenty_in_hand_acknowledged_counts_though_it_is_kill
     daemon("--capacity", "8MiB")
     for key in range(96):
         put(bus_name, str(key), size=1)
-    # The daemon reads little of what it says at a time, and so is behind when it dies.
+    # The daemon reads its messages in small parts, and dies behind them.
     child = spawn.script(ACKNOWLEDGE, bus_name)
     child.expect("acknowledged")
     child.kill()

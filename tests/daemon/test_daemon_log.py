@@ -24,7 +24,7 @@ def garbage(name: str, count: int) -> None:
 def test_a_thousand_bad_clients_are_one_line_and_a_sum(daemon: Served, bus_name: str) -> None:
     served = daemon("--capacity", "1MiB")
     garbage(bus_name, 1000)
-    # Another cause has its own line.
+    # A new cause gets its own line.
     with Consumer(bus_name), pytest.raises(ValueError, match="the daemon decides"):
         Consumer(bus_name, group_timeout=3)
     wait_until(lambda: "the daemon decides" in served.child.output())

@@ -1,4 +1,4 @@
-"""Ranks: shards of one step are disjoint and decided once; a rank's successor gets its groups."""
+"""Ranks: shards of a step are disjoint and decided once; a rank's successor gets its groups."""
 
 import contextlib
 import signal
@@ -68,7 +68,7 @@ def test_shards_are_the_same_whoever_asks_first(daemon: Served, bus_name: str, f
         for rank in (first, 1 - first):
             got[rank] = (zero, one)[rank].take_shard(groups=4, timeout=10)
         assert len(got[0]) == len(got[1]) == 4
-        # Heaviest first, a round to each: pinned, since it must never depend on who asks.
+        # Heaviest first, a round each: pinned, independent of the asking rank.
         assert ids(got[0]) == ["g2", "g3", "g6", "g7"]
         assert ids(got[1]) == ["g0", "g1", "g4", "g5"]
         for rank in (0, 1):
@@ -159,7 +159,7 @@ def test_after_a_restart_a_rank_ahead_leaves_the_groups_to_one_behind(
         served.kill()
         served.start()
         wait_until(lambda: here(bus_name) == 2, what="both ranks to come back")
-        # The other rank's two steps were with the daemon: both of these groups are its own.
+        # The second rank's two steps were with the daemon: both of these groups belong to them.
         assert one.take_shard(groups=1, max_wait=0, timeout=0.2) == []
         taken = [zero.take_shard(groups=1, max_wait=0, timeout=10) for _ in range(2)]
         assert [len(groups) for groups in taken] == [1, 1]
@@ -180,7 +180,7 @@ def test_after_a_restart_a_process_that_took_no_step_keeps_pace_with_the_other_r
     def step(consumer: Consumer) -> list[Group]:
         return consumer.take_shard(groups=1, max_wait=0, timeout=10)
 
-    with rank(0) as zero, rank(1) as one:  # an earlier life, of which the ranks have numbers
+    with rank(0) as zero, rank(1) as one:  # an earlier life, with numbers known to the ranks
         for _ in range(3):
             for consumer in (zero, one):
                 consumer.ack(step(consumer))
@@ -203,7 +203,7 @@ def test_after_a_restart_a_process_that_took_no_step_keeps_pace_with_the_other_r
                 taken += step(consumer)
         if holds and asks_first == 0:
             taken += step(one)
-        # Where a step is held, its other shard is the first that the new process gets.
+        # A held step's second shard is the first for the new process.
         assert len(set(ids(taken))) == len(taken) == 5 + holds
         for consumer in (zero, one):
             assert consumer.take_shard(groups=1, max_wait=0, timeout=0.1) == []
@@ -234,8 +234,8 @@ time.sleep(600)
 def test_a_rank_that_returns_after_a_new_process_asked_goes_on_beside_it(
     daemon: Served, spawn: Spawner, bus_name: str, tmp_path: Path, holds: int, asked: int
 ) -> None:
-    # The new process knows of no step: it counts from 0, until the other says where they are. What
-    # the other holds is what both do, so the new one has as many steps to take as that has groups.
+    # The new process knows no step: it counts from 0 until its sibling reports. The sibling's
+    # groups are both ranks', so the new rank has as many steps to take.
     served = daemon("--capacity", "8MiB")
     put(bus_name, range(6))
     zero = spawn.script(STOPPED_RANK, bus_name, tmp_path, str(holds))
@@ -312,7 +312,7 @@ def test_a_prompt_whose_group_waits_for_a_dead_ranks_successor_stays_open(
         wait_until(lambda: here(bus_name) == 2, what="both ranks to come back")
         other.kill()
         wait_until(lambda: here(bus_name) == 1, what="the rank to be missed")
-        # A producer's death has all requests looked at: whose answers have left the bus, ends.
+        # A producer's death triggers a look at every request: requests with gone answers end.
         worker = spawn.script(ATTACHED, bus_name)
         wait_until(lambda: "here" in worker.output())
         worker.kill()

@@ -15,12 +15,12 @@ from shmbus.control import messages
 
 Served = Callable[..., Daemon]
 
-#: Seconds after which a group is delivered as it is; far below what a new daemon waits for clients.
+#: Seconds before a group is delivered as is; far below a new daemon's wait for clients.
 GROUP_TIMEOUT_S = 0.3
-#: Seconds after which a new daemon has stopped waiting for clients, and groups have timed out.
+#: Seconds for a new daemon to end its wait for clients, and for groups to time out.
 ADOPTED_S = limits.RECLAIM_WAIT_S + 3 * GROUP_TIMEOUT_S
 
-# Holds one group until it is told to acknowledge it.
+# Holds a group until told to acknowledge.
 HOLD = """
 import os, sys, time
 from shmbus import Consumer
@@ -79,7 +79,7 @@ def test_a_partial_group_of_a_stopped_trainer_is_nobody_elses_after_a_restart(
     held: Held, bus_name: str
 ) -> None:
     held.stop_trainer()
-    # In the same run as what is held, and in another: one group, which must not come in two parts.
+    # In the run of the held group, and in a second run: a single group, never in two parts.
     with Producer(bus_name) as second, held.producer as first:
         put(first, "beside", [0, 1])
         put(second, "beside", [2, 3])
@@ -87,7 +87,7 @@ def test_a_partial_group_of_a_stopped_trainer_is_nobody_elses_after_a_restart(
         held.daemon.start()
         with Consumer(bus_name) as other:
             assert other.take(timeout=ADOPTED_S) == []
-            # The same prompt sampled again is another group, and not the rest of this one.
+            # The same prompt sampled again is a new group, and not the rest of this group.
             put(second, "held", range(4), score=1.0)
             assert other.take(timeout=3 * GROUP_TIMEOUT_S) == []
             ledger = other.stats()
@@ -141,7 +141,7 @@ def test_a_claim_whose_connection_broke_while_the_daemon_waited_for_others_is_he
         group = take_one(mine)
         held.stop_trainer()
         held.daemon.kill()
-        # Far less patience than the daemon needs before it answers.
+        # Far less patience than the daemon needs for an answer.
         monkeypatch.setattr(limits, "RECLAIM_WAIT_S", 0.1)
         monkeypatch.setattr(limits, "HELLO_WAIT_S", 0.2)
         held.daemon.start()
@@ -157,7 +157,7 @@ def test_what_a_daemon_granted_that_died_before_its_locks_were_there_is_the_next
     with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
         put(producer, "a", range(4))
         client = client_of(consumer)
-        # Not as a take, whose groups are under locks when it returns.
+        # Unlike a take, whose groups are locked at its return.
         answer = client.connection.request(
             lambda id_: messages.Take(id=id_, max_groups=1), None, limits.CLIENT_WAIT_S, takes=False
         )

@@ -1,4 +1,4 @@
-"""Clients that give their connection up and return: the daemon knows what they really hold."""
+"""Clients that drop their connection and return: the daemon knows their real holdings."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def fill(name: str, count: int = GROUPS) -> set[str]:
 
 
 def grant_and_forget(client: DaemonClient, request: Callable[[int], messages.Request]) -> None:
-    """Have groups granted, and leave before they are received, as an interrupted take does."""
+    """Have groups granted, and leave before their receipt, like an interrupted take."""
     answer = client.connection.request(request, None, limits.CLIENT_WAIT_S, takes=False)
     assert answer is not None and isinstance(answer[0], messages.Leases) and answer[0].groups
     client.connection.abandon()
@@ -39,7 +39,7 @@ def test_what_a_client_holds_stays_its_own_and_what_it_never_received_is_ready_a
     daemon("--capacity", "8MiB")
     keys = fill(bus_name)
     with Consumer(bus_name) as consumer, Consumer(bus_name) as other:
-        # So many that the daemon rests before it listens to this client again.
+        # Enough to make the daemon rest before it listens to this client again.
         held: list[Group] = []
         while len(held) < GROUPS // 2:
             held += consumer.take(1, timeout=10)
@@ -117,7 +117,7 @@ def test_a_consumer_that_is_dropped_is_not_kept_by_its_watcher(
     end = Wire.end
 
     def end_slowly(wire: Wire) -> None:
-        # The watcher has woken, and dialled again if it may, before the finalizer goes on.
+        # The watcher woke, and dialled again if allowed, before the finalizer goes on.
         end(wire)
         if threading.current_thread() is threading.main_thread():
             time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""What a daemon remembers: who came and died, what became of groups, where one group is now."""
+"""The daemon's memory: arrivals and deaths, ends of groups, places of open groups."""
 
 from collections.abc import Callable
 from typing import Any
@@ -197,7 +197,7 @@ def test_versions_that_follow_each_other_are_one_event_and_push_out_no_deaths(
     told = [(e.kind, e.text) for e in events.read(0, 3, groups=False)[0]]
     last = OTHER_EVENTS + 99
     assert told == [("producer_died", ""), ("policy_version", f"1 to {last}")]
-    # A version that goes back begins a line of its own, and so does one behind another event.
+    # A version that goes back begins a new line, as does a version behind a different event.
     events.note_version(7)
     events.note("paused", text="weights")
     events.note_version(8)
@@ -237,5 +237,5 @@ def test_a_slot_that_is_taken_again_at_once_is_two_producers(bus_name: str) -> N
             assert watch.look(segment, 0) == ()
         with Producer(bus_name, label="two"):
             told = list(watch.look(segment, 0))
-    # Nobody looked while the first was closed: it left or died.
+    # Nobody looked at the first's close: it left or died.
     assert sorted(kind for kind, _ in told) == ["producer_came", "producer_gone"]

@@ -1,4 +1,4 @@
-"""Metrics and health over real HTTP: what a scrape reports, and what bad clients cannot do."""
+"""Metrics and health over real HTTP: a scrape's report, and limits of bad clients."""
 
 import contextlib
 import itertools
@@ -130,7 +130,7 @@ def test_histograms_say_what_was_delivered_once(
                 "a", group_size=5, index=index, score=score, policy_version=200 - lag,
                 mask=np.ones(3), tokens=np.zeros(length, np.uint8),
             )  # fmt: skip
-        # Given back, and delivered again: it is counted once.
+        # Given back, and delivered again: counted once.
         (group,) = consumer.take(1, timeout=10)
         group.give_back()
         (group,) = consumer.take(1, timeout=10)
@@ -172,7 +172,7 @@ def test_useless_groups_are_counted_for_who_samples_more(
         consumer = stack.enter_context(shmbus.Consumer(bus_name, **options))
         for number in range(5):
             for index in range(2):
-                # Two of the groups have no variance.
+                # Two of the groups lack variance.
                 score = 1.0 if number < 2 else float(index)
                 producer.put(f"k{number}", group_size=2, index=index, score=score, x=np.zeros(3))
         taken: list[shmbus.Group] = []
@@ -204,7 +204,7 @@ def test_the_number_of_series_is_bounded_whatever_is_on_the_bus(
         assert len(slots) == MAX_SLOTS_LABELLED + 1
         assert found["shmbus_producer_committed_total", ("other",)] == 4 * 36
         assert sum(found[key] for key in slots) == 400
-        # Of those 85 of five histograms, whose buckets are fixed.
+        # Of those 85 of five histograms with fixed buckets.
         assert len(found) < 360
         for producer in producers:
             producer.close()
@@ -265,7 +265,7 @@ def test_a_thousand_slow_clients_keep_nobody_from_being_answered(
     with shmbus.Bus.create(bus_name, "1MiB"), contextlib.ExitStack() as stack:
         for number in range(1000):
             client = stack.enter_context(socket.create_connection((server.host, server.port)))
-            with contextlib.suppress(ConnectionError):  # a newer one has taken its place
+            with contextlib.suppress(ConnectionError):  # a newer connection took its place
                 client.sendall(sent)
             if number % 50 == 0:
                 assert get(server, "/healthz")[0] == 200
@@ -518,7 +518,7 @@ def test_weights_are_told_by_version_age_and_who_runs_what(
 def test_each_alert_asks_only_for_metrics_that_exist_and_says_what_to_do(
     bus_name: str, server: MetricsServer, spawn: Spawner
 ) -> None:
-    # No dependency of its own: transformers and ray bring it.
+    # No dependency of shmbus itself: transformers and ray bring it.
     yaml = pytest.importorskip("yaml")
     rules = [
         rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]

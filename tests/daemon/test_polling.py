@@ -33,7 +33,7 @@ def test_what_was_asked_ahead_and_answered_long_ago_is_no_answer_to_a_poll(
         for number in range(16, 32):
             put(producer, f"g{number}")
         wait_until(lambda: read_status(bus_name).ledger.in_ring == 0, what="the ring to be read")
-        # All that was asked for, so that as many are asked ahead; the daemon has none.
+        # The whole request, to ask for as many ahead; the daemon is empty.
         assert len(consumer.take(16, 0)) == 16
         client = client_of(consumer)
         assert client.state.open_take is not None

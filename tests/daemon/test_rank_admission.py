@@ -1,4 +1,4 @@
-"""Who may attach beside whom: ranks, consumers without one, and what each is told."""
+"""Allowed neighbours: ranks, consumers without a rank, and the refusals."""
 
 import os
 from collections.abc import Callable
@@ -88,7 +88,7 @@ def test_take_of_a_rank_is_its_shard_of_a_step_of_at_most_so_many_groups(
     put(bus_name, 7)
     with two_ranks(bus_name) as (zero, one):
         assert [len(zero.take(2, timeout=10)), len(one.take(2, timeout=10))] == [2, 2]
-        # Three are left: one each, since a step has as many for all.
+        # Three remain: one a rank, since a step gives every rank the same number.
         assert [len(zero.take(2, timeout=10)), len(one.take(2, timeout=10))] == [1, 1]
 
 

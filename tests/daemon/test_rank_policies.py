@@ -133,7 +133,7 @@ def test_ranks_that_left_in_order_leave_no_leases_that_nobody_holds(
     for _ in range(5):
         for consumer in consumers:
             consumer.ack(consumer.take_shard(groups=3, timeout=10))
-    # One more step, of which one rank has its part, and a request that nothing is ready for.
+    # A further step, with one rank's part taken, and a request without a ready group.
     left = [group.instance_id for group in consumers[0].take_shard(groups=3, timeout=10)]
     consumers[1].take_shard(groups=3, timeout=10)
     assert consumers[1].take_shard(groups=40, timeout=0.1) == []
@@ -151,7 +151,7 @@ def test_ranks_that_left_in_order_leave_no_leases_that_nobody_holds(
     assert status.daemon is not None
     assert (status.daemon.groups_leased, status.daemon.groups_ready) == (0, 70)
     assert status.collector.stashed_groups == 70
-    # A rank that comes again has its own first; all others are there for whoever asks.
+    # A returning rank gets its own groups first; the rest goes to any asker.
     with Consumer(bus_name, rank=0, world_size=2) as zero:
         assert [group.instance_id for group in zero.take_shard(groups=3, timeout=10)] == left
     with Consumer(bus_name) as plain:

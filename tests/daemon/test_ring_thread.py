@@ -1,4 +1,4 @@
-"""The thread that the ring wakes: it leases without the loop, and its errors end the daemon."""
+"""The thread woken by the ring: leases without the loop; its errors end the daemon."""
 
 import threading
 from pathlib import Path
@@ -10,10 +10,10 @@ from shmbus import Bus, Consumer, Group, Producer
 from shmbus.control.ask import ask_status
 from shmbus.control.messages import StatusReply
 
-# Longer than anything here takes on a loaded machine.
+# Longer than any step here on a loaded machine.
 DEADLINE_S = 30.0
 
-# The loop stops in its next timer while there is a file to stop it.
+# The loop stops in its next timer beside a file for the purpose.
 STOPPED_LOOP = """
 import os, sys, time
 from shmbus.cli import main
@@ -29,7 +29,7 @@ Server._tick = tick_or_stop
 sys.exit(main())
 """
 
-# What it first reads meets an error, of the kind that is a client's fault elsewhere.
+# Its first read meets an error, elsewhere a client's fault.
 BROKEN = """
 import sys, threading
 from shmbus import ProtocolError
@@ -46,7 +46,7 @@ sys.exit(main())
 
 
 def take_beside(consumer: Consumer, seconds: float) -> tuple[threading.Thread, list[Group]]:
-    """Have a consumer take in a thread, and wait until its daemon says that it waits."""
+    """Have a consumer take in a thread, and wait until its daemon reports the wait."""
     groups: list[Group] = []
     taker = threading.Thread(target=lambda: groups.extend(consumer.take(timeout=seconds)))
     taker.start()

@@ -67,7 +67,7 @@ def test_what_was_replaced_can_be_mapped_until_it_is_let_go_of(arena: Arena, pla
         arena.buffer(1, 6)
     arena.let_go()
     assert (arena.replaced, arena.nbytes) == (False, 25)
-    kept = view.memory(first).tensor()  # what is mapped stays so
+    kept = view.memory(first).tensor()  # mapped memory stays mapped
     with pytest.raises(BufferLostError, match="not there any more"):
         ArenaView(place).memory(first)
     assert view.memory(second).nbytes == 20

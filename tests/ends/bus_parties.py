@@ -1,12 +1,12 @@
-"""Those who end beside a bus without a program of their own: who writes, who reads, who offers.
+"""Parties with a handle on a bus: writers, readers, feeders; each meets its end in a test.
 
-A party prepares its bus, opens (`live`), uses what it holds (`touch`), waits in a call of its own,
-and is judged by `audit`, the third life. Its other side is `meet`, and works by `attend`.
+A party prepares a bus, opens (`live`), uses its holdings (`touch`), waits in a call, and is judged
+by `audit`, the third life. The other side starts by `meet`, and works by `attend`.
 
 Invariants:
 
-- A sample's bytes follow from its group and index, so a torn or overwritten one is seen.
-- What a life says (`Task.say`) is said once it is done; the audit counts on nothing else.
+- A sample's bytes follow from its group and index: torn or overwritten samples show.
+- A life reports (`Task.say`) after the fact; the audit counts on nothing else.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from shmbus.inspect.status import read_status
 __all__ = ["BUS_PARTIES", "GROUPS", "Party", "all_of", "press"]
 
 CAPACITY, EXTENT_BYTES = "128KiB", 4096
-#: Samples of a group, and groups that the other side puts before a life begins.
+#: Samples of a group, and groups put by the other side before a life begins.
 SIZE, GROUPS = 2, 6
 TOKENS = 120
-#: Seconds that a third life waits for what has to come; and a call that has something to take.
+#: Seconds of a third life's wait for expected groups; seconds of a call with something to take.
 FOUND_S, TAKEN_S = 10.0, 10.0
 
 
@@ -50,7 +50,7 @@ def put_half(producer: shmbus.Producer, group: str, index: int) -> None:
 
 
 def members(group: Any) -> list[list[int]]:
-    """Who is in a group, once its bytes were found right."""
+    """Return a group's members after a check of its bytes."""
     for t in group:
         right = sample(group.instance_id, t.index)
         for name in ("tokens", "logprobs", "loss_mask"):
@@ -58,7 +58,7 @@ def members(group: Any) -> list[list[int]]:
     return [[t.index, t.producer_id, t.sequence] for t in group]
 
 
-# The request lane, in one place.
+# The request lane.
 
 
 def take_request(producer: shmbus.Producer, timeout: float | None) -> Any:
@@ -74,7 +74,7 @@ def answer(producer: shmbus.Producer, request: Any) -> bool:
 
 
 def press(name: str, label: str) -> list[str]:
-    """Put groups until no more has room, so that what was freed is written over; return them."""
+    """Put groups until the bus is full, to overwrite freed space; return the groups."""
     done: list[str] = []
     with shmbus.Producer(name) as producer, contextlib.suppress(shmbus.BusFullError):
         while len(done) < 1000:
@@ -84,7 +84,7 @@ def press(name: str, label: str) -> list[str]:
 
 
 class Found:
-    """What a third life found: the members of each group, all of which it acknowledged."""
+    """Findings of a third life: the members of each group, acknowledged."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Found:
         with shmbus.Consumer(name, wait=TAKEN_S, **options) as consumer:
             self._drain(consumer)
             if then is not None:
-                awaited = awaited | {then()}  # there is room for it now
+                awaited = awaited | {then()}  # its room is free now
                 self._drain(consumer)
             self.ledger = consumer.stats()
         found = set(self.groups)
@@ -135,20 +135,20 @@ class Found:
 
 
 class Party:
-    """What all of them do alike."""
+    """Common behaviour."""
 
-    #: Whether there is one of it at a time.
+    #: Whether a bus has room for a single instance.
     ALONE = False
-    #: Whether its other side can come only once it is there.
+    #: Whether the other side can come only afterwards.
     MEETS_LATER = False
-    #: Whether what it gave out is held although it has closed.
+    #: Whether its results stay held after its close.
     OUTLIVED = False
 
     def __init__(self, how: str) -> None:
         self.how = how
 
     def prepare(self, task: Task) -> None:
-        """Make its bus."""
+        """Make the party's bus."""
         shmbus.Bus.create(task.name, CAPACITY, max_producers=12, extent_bytes=EXTENT_BYTES).close()
 
     def meet(self, task: Task) -> Any:
@@ -158,11 +158,11 @@ class Party:
         """Work, as the other side."""
 
     def live(self, task: Task) -> Held:
-        """Open it, use it, and hold what the cell says."""
+        """Open the handle, use it, and hold the cell's things."""
         raise NotImplementedError
 
     def touch(self, held: Held) -> None:
-        """Use it, whatever the other side has become meanwhile."""
+        """Use the handle, whatever became of the other side."""
 
     def wait(self, held: Held) -> None:
         raise NotImplementedError
@@ -171,14 +171,14 @@ class Party:
         raise NotImplementedError
 
     def call_for(self, held: Held) -> Callable[[], Any]:
-        """Return a call whose memory may fail."""
+        """Return a call with memory that may fail."""
         raise NotImplementedError
 
     def was_called(self, held: Held, done: Any) -> None:
-        """Keep what such a call has returned."""
+        """Keep the result of such a call."""
 
     def press(self, task: Task, label: str) -> list[str]:
-        """Use all space that is free; returns the groups."""
+        """Use up the free space; return the groups."""
         return press(task.name, label)
 
     def audit(self, task: Task, facts: list[dict[str, Any]]) -> None:
@@ -190,7 +190,7 @@ def all_of(facts: list[dict[str, Any]], name: str) -> set[str]:
 
 
 class ProducerParty(Party):
-    """A Producer; its other side collects, and holds all that it takes."""
+    """A Producer; the other side collects, and holds every group taken."""
 
     def prepare(self, task: Task) -> None:
         super().prepare(task)
@@ -202,7 +202,7 @@ class ProducerParty(Party):
         return shmbus.Consumer(task.name)
 
     def attend(self, handle: Any) -> None:
-        # Its groups stay leased until it closes.
+        # Groups stay leased until the close.
         self.taken = [*getattr(self, "taken", []), *handle.take(64, 0)]
 
     def live(self, task: Task) -> Held:
@@ -218,7 +218,7 @@ class ProducerParty(Party):
             slot = producer.reserve(f"open{task.life}", group_size=1, index=0, fields=fields)
             slot["tokens"][:7] = 1
             things.append(slot)
-        # In a cell that runs again the first object has it, which lives until its name is bound.
+        # In a repeated cell the first object owns the request, and lives until its name is bound.
         if task.held == "request" and not (self.how == "again" and task.life == 2):
             request = take_request(producer, TAKEN_S)
             assert request is not None and request.instance_id == "asked"
@@ -261,7 +261,7 @@ class ProducerParty(Party):
             self._note(held, done)
 
     def press(self, task: Task, label: str) -> list[str]:
-        return []  # it frees nothing, and its next life needs room
+        return []  # frees nothing, and its next life needs room
 
     def audit(self, task: Task, facts: list[dict[str, Any]]) -> None:
         def take_again() -> str:
@@ -275,10 +275,10 @@ class ProducerParty(Party):
 
 
 class TakerParty(Party):
-    """Whoever takes groups; its other side puts them."""
+    """A taker of groups; the other side puts them."""
 
     ALONE = True
-    #: Of the Consumer that is the third life.
+    #: Options of the third life's Consumer.
     OPTIONS: ClassVar[dict[str, Any]] = {}
 
     def meet(self, task: Task) -> Any:
@@ -326,7 +326,7 @@ class TakerParty(Party):
         task.say(acked=held.acked, leased=held.leased)  # type: ignore[attr-defined]
         return held
 
-    #: For which cells it keeps what it took, not only what that led to.
+    #: Cells in which the party keeps the groups taken, not only their consequences.
     KEEPS: tuple[str, ...] = ("lease",)
 
     def _note(self, held: Held, things: list[Any]) -> None:
@@ -375,7 +375,7 @@ class ConsumerParty(TakerParty):
 
 
 class LeaserParty(TakerParty):
-    """A Consumer that leases from a daemon, which is its other side (test_ends.py runs it)."""
+    """A Consumer that leases from a daemon, its other side (run by test_ends.py)."""
 
     ALONE = False
     OPTIONS: ClassVar = {"daemon": True}
@@ -388,13 +388,13 @@ class LeaserParty(TakerParty):
         return shmbus.Consumer(task.name, daemon=True, wait=TAKEN_S)
 
     def touch(self, held: Held) -> None:
-        # Nothing is asked of a daemon that has gone: that would wait for its successor.
+        # No question to a gone daemon: it would wait for the successor.
         if held.task.other == "open":
             super().touch(held)
 
 
 class HandlerParty(TakerParty):
-    """An OnlineDataHandler: what is taken at a time is a batch of one group."""
+    """An OnlineDataHandler: takes batches of a single group."""
 
     PREFETCH = 0
     KEEPS = ("batch", "views")
@@ -437,13 +437,13 @@ class HandlerParty(TakerParty):
 
 
 class PrefetchParty(HandlerParty):
-    """The same with a thread that has two batches ready."""
+    """A HandlerParty with a thread that keeps two batches ready."""
 
     PREFETCH = 2
 
 
 class FeederParty(Party):
-    """A Feeder; its other side is a worker with a sample in its hands."""
+    """A Feeder; the other side is a worker with a sample in hand."""
 
     def prepare(self, task: Task) -> None:
         super().prepare(task)
@@ -490,7 +490,7 @@ class FeederParty(Party):
         await held.handle.arequest("too-late", group_size=1, prompt=np.zeros(5000, np.int32))
 
     def call_for(self, held: Held) -> Callable[[], Any]:
-        # Another one each time: a call that raised may have offered it, as a death there would.
+        # A new group each time: a failed call may have offered its group, as may a death there.
         self.calls = getattr(self, "calls", 0) + 1
         key = f"tried{held.task.life}-{self.calls}"
 

@@ -1,7 +1,7 @@
-"""The matrix of ends: how a life ends, whose it was, what it held, and what the other side did.
+"""The matrix of ends: kind of end, party, holdings, and action of the other side.
 
-Invariant: every cell of the product either runs or has a reason why there is none, never both; a
-value that is added to an axis fails test_ends.py until each of its cells has one of the two.
+Invariant: every cell of the product either runs or names its obstacle, never both; a new value of
+an axis fails test_ends.py until its cells do either.
 """
 
 import itertools
@@ -23,7 +23,7 @@ __all__ = [
     "why_not",
 ]
 
-#: Whether all cells run, each by itself.
+#: Whether every cell runs, each by itself.
 LONG = os.environ.get("SHMBUS_TEST_ENDS") == "all"
 
 #: How a life ends.
@@ -52,7 +52,7 @@ HOWS = {
     "again": "a notebook's cell runs again: the names are bound anew in the same process",
 }
 
-#: Whose life it is.
+#: Ending parties.
 WHOS = {
     "producer": "a Producer",
     "consumer": "a Consumer that reads the ring itself",
@@ -71,7 +71,7 @@ WHOS = {
     "relay coordinator": "the relay's coordinator",
 }
 
-#: What it held; for what is not its own, why nobody else holds that.
+#: Holdings; for foreign holdings, the reason against them.
 HELD = {
     "nothing": "",
     "reservation": "only a Producer reserves records",
@@ -84,14 +84,14 @@ HELD = {
     "step": "only the sides of a channel know steps",
 }
 
-#: What the other side did while it was held.
+#: Actions of the other side during the hold.
 OTHER_SIDES = {
     "open": "it goes on",
     "closed": "it has closed in order",
     "dead": "it was killed",
 }
 
-#: Who holds what.
+#: Holdings of each party.
 HOLDS = {
     "producer": ("nothing", "reservation", "request"),
     "consumer": ("nothing", "lease", "views"),
@@ -126,12 +126,12 @@ class Cell(NamedTuple):
 
 
 def cells() -> list[Cell]:
-    """All of the product, possible or not."""
+    """Return the whole product, possible or not."""
     return [Cell(*each) for each in itertools.product(HOWS, WHOS, HELD, OTHER_SIDES)]
 
 
 def why_not(cell: Cell) -> str:
-    """Say why there is no such end; empty where there is one, which then runs."""
+    """Return the obstacle to an end; "" for a running cell."""
     if cell.held not in HOLDS[cell.who]:
         return HELD[cell.held]
     if cell.who in PROGRAMS and cell.how not in SIGNALS:

@@ -1,7 +1,7 @@
-"""How a life ends: each way, as what a process does that holds something of every cell.
+"""Ways to end a life: each as a function of a process that holds something of every cell.
 
-Invariant: what a party opened is referred to by nothing but the `Held` of each cell, and by the
-script's own names once `bind` has put it there; so the end that is asked for is the one that comes.
+Invariant: only the `Held` of each cell refers to a party's handles, and after `bind` the script's
+own names; so the chosen end is the end that comes.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 __all__ = ["ENDINGS", "LIVES_ON", "STATUS", "Held", "Task", "Unforeseen"]
 
-#: Exit statuses of a life of whose process nothing is left.
+#: Exit statuses of a life without a remaining process.
 STATUS = {
     "raise": 1,
     "raise-in-with": 1,
@@ -39,15 +39,15 @@ STATUS = {
     "cancel": 0,
     "again": 0,
 }
-#: Its process is still there when the next life begins.
+#: Ends whose process still exists when the next life begins.
 LIVES_ON = ("close", "with", "del", "cycle", "exec")
 
-#: Calls of each cell whose memory fails, and up to which of their allocations it holds.
+#: Calls of each cell with failing memory, and the highest failing allocation.
 FAILING_CALLS, ALLOCATIONS = 24, 90
 
 
 class Unforeseen(Exception):
-    """Nobody catches it."""
+    """An exception without a handler."""
 
 
 class Task(NamedTuple):
@@ -59,13 +59,13 @@ class Task(NamedTuple):
     life: int = 1
 
     def say(self, **facts: Any) -> None:
-        """Tell the test what later lives are to find; the last word of a life on a name counts."""
+        """Tell the test the facts for later lives; the last word of a life on a name counts."""
         line = json.dumps({"cell": self.number, "life": self.life, **facts})
-        os.write(1, f"{line}\n".encode())  # whole, whatever other threads say
+        os.write(1, f"{line}\n".encode())  # whole, despite further threads
 
 
 class Held:
-    """What a process has of a cell: its party, the handle that it opened, and other things."""
+    """A process's part of a cell: its party, the opened handle, and more."""
 
     def __init__(self, party: Any, task: Task, handle: Any, things: list[Any]) -> None:
         self.party = party
@@ -85,7 +85,7 @@ def prefetching() -> int:
 
 
 def await_threads(others: int = 0) -> None:
-    """Wait for threads that prefetched: one at work has its handler, which is in a cycle, then."""
+    """Wait for prefetching threads: a working thread keeps its handler in a cycle."""
     while prefetching() > others:
         gc.collect()
         time.sleep(0.02)
@@ -99,7 +99,7 @@ def live_on() -> NoReturn:
 
 
 def references(lives: list[Held], rng: random.Random) -> list[list[Any]]:
-    """Return all that is held, each in a list of its own, in any order; `lives` is empty then."""
+    """Return every held object in a list by itself, in any order; empties `lives`."""
     found = []
     for held in lives:
         found += [[held.handle], *([each] for each in held.things)]
@@ -110,7 +110,7 @@ def references(lives: list[Held], rng: random.Random) -> list[list[Any]]:
 
 
 def bind(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> None:
-    """Have the script's own names refer to all that is held, in any order."""
+    """Bind the script's own names to every held object, in any order."""
     for number, each in enumerate(references(lives, rng)):
         scope[f"name_{number}"] = each.pop()
 
@@ -183,7 +183,7 @@ def end_under_threads(lives: list[Held], scope: dict[str, Any], rng: random.Rand
 
         threading.Thread(target=work, daemon=True).start()
         began.wait()
-    time.sleep(0.02)  # that most are in their calls; one that is not ends as well
+    time.sleep(0.02)  # most are in their calls by then; the rest ends as well
     for number, held in enumerate(lives):
         for at, each in enumerate([held.handle, *held.things]):
             scope[f"name_{number}_{at}"] = each
@@ -222,14 +222,14 @@ def lack_memory(lives: list[Held], scope: dict[str, Any], rng: random.Random) ->
         for _ in range(FAILING_CALLS):
             call = held.party.call_for(held)
             at = rng.randrange(ALLOCATIONS)
-            # One of them: without any memory the interpreter itself loops in raising MemoryError.
+            # One failure: without any memory the interpreter loops in raising MemoryError.
             _testcapi.set_nomemory(at, at + 1)
             try:
                 done = call()
             except AssertionError:
                 raise
             except Exception:
-                pass  # MemoryError, or how torch, NumPy and the interpreter say it
+                pass  # MemoryError, in the words of torch, NumPy and the interpreter
             else:
                 _testcapi.remove_mem_hooks()
                 held.party.was_called(held, done)
@@ -255,9 +255,9 @@ def load(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> None:
 def load_by_workers(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> None:
     from torch.utils.data import DataLoader, _utils
 
-    # Seconds that torch waits for the end of a worker that failed, each time in vain.
+    # Seconds of torch's wait for the end of a failed worker, each time in vain.
     _utils.MP_STATUS_CHECK_INTERVAL = 0.2
-    # One of each party: all that it says.
+    # One of each party, for the whole of its output.
     for held in {held.task.who: held for held in lives}.values():
         loader = DataLoader(held.handle, batch_size=None, num_workers=1)
         try:
@@ -267,7 +267,7 @@ def load_by_workers(lives: list[Held], scope: dict[str, Any], rng: random.Random
         else:
             raise AssertionError("a worker of a DataLoader got a batch")
         del loader
-        gc.collect()  # else the next worker inherits this one's end
+        gc.collect()  # otherwise the next worker inherits this end
         held.touch()
     die()
 
@@ -292,7 +292,7 @@ def cancel(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> None
 
 
 def run_again(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> None:
-    """The cell of a notebook: each name is bound anew while the old object is still there."""
+    """Run a notebook's cell again: bind each name anew beside the living old object."""
     from shmbus import errors
 
     while lives:
@@ -301,7 +301,7 @@ def run_again(lives: list[Held], scope: dict[str, Any], rng: random.Random) -> N
         try:
             new = party.live(task._replace(life=2))
         except errors.ShmbusError as error:
-            # One reader, publisher or side at a time: the message names this process.
+            # A single reader, publisher or side at a time: the message names this process.
             assert party.ALONE and str(os.getpid()) in str(error), error
             new = None
         if new is None:

@@ -1,9 +1,9 @@
-"""The program of a life, and of the other sides: ``main(scope)`` in a script's own names.
+"""Program of a life, and of the other sides: ``main(scope)`` in a script's own names.
 
-Arguments: what it is ("life" or "peer"), how it ends, a seed, a directory, which life, the cells.
-A life opens everything and says "holds", waits for the file "go-on-LIFE" of its directory, uses
-what it has once more, and ends. A peer opens what it can before, says "there", and the rest once
-"held" is there; it closes what is to be closed once "met" is there, and the others at SIGTERM.
+Arguments: role ("life" or "peer"), kind of end, a seed, a directory, the life's number, the cells.
+A life opens everything and prints "holds", waits for the file "go-on-LIFE" of its directory, uses
+its holdings once more, and ends. A peer opens the possible first, prints "there", and opens the
+rest after "held" appears; it closes a part after "met" appears, and the rest at SIGTERM.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ from endings import ENDINGS, Task
 
 __all__ = ["main"]
 
-#: Seconds of a whole life, and that it waits for its test.
+#: Seconds of a whole life, and of its wait for its test.
 LIFE_S, DEADLINE_S = 100, 110.0
 
 
@@ -46,7 +46,7 @@ def parties_of(tasks: list[Task], how: str) -> dict[str, Any]:
 
 def main(scope: dict[str, Any]) -> None:
     what, how, seed, directory, life, cells = sys.argv[1:]
-    # No thread, which a forked child would wait for.
+    # No thread: a forked child would wait for it.
     faulthandler.register(signal.SIGALRM, chain=True)
     signal.alarm(LIFE_S)
     tasks = [Task(*each)._replace(life=int(life)) for each in json.loads(cells)]
@@ -60,7 +60,7 @@ def main(scope: dict[str, Any]) -> None:
     await_file(Path(directory) / f"go-on-{life}")
     for held in lives:
         held.touch()
-    # Nothing but `lives` refers to what is held, and its end is the one that was asked for.
+    # Only `lives` refers to the holdings, and their end is the chosen end.
     held = parties = None  # type: ignore[assignment]
     print("touched", flush=True)
     ENDINGS[how](lives, scope, rng)
@@ -95,4 +95,4 @@ def be_peer(parties: dict[str, Any], tasks: list[Task], directory: Path) -> None
     for handle in handles.values():
         handle.close()
     print("done", flush=True)
-    os._exit(0)  # torch takes its time to go, and everything is closed
+    os._exit(0)  # everything is closed, and torch ends slowly

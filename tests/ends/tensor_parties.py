@@ -1,6 +1,6 @@
-"""Those who end beside weights and tensors: publisher, subscriber, sender, receiver.
+"""Parties with weights and tensors: publisher, subscriber, sender, receiver.
 
-Invariant: a version's elements are its number, and a step's its number, so that a torn one is seen.
+Invariant: elements of a version or a step equal its number: a torn version or step shows.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def check_weights(weights: Any) -> int:
 
 
 class PublisherParty(TensorParty):
-    """A WeightPublisher; its other side has the version before in its hands."""
+    """A WeightPublisher; the other side holds the previous version."""
 
     ALONE = True
 
@@ -100,7 +100,7 @@ class PublisherParty(TensorParty):
             self._publish(held)
 
     def wait(self, held: Held) -> None:
-        # torch itself aborts a process that ends while a daemon thread is in it.
+        # torch aborts a process that ends with a daemon thread in torch.
         while held.task.held == "version" and self.how != "teardown":
             self._publish(held)
         signal.pause()
@@ -117,7 +117,7 @@ class PublisherParty(TensorParty):
         newest = max([1, *(said.get("newest", 1) for said in facts)])
         with WeightSubscriber(task.name) as subscriber:
             if self.how in ("close", "with"):
-                # A publisher that ends in order takes its weights along.
+                # A publisher's orderly end removes its weights.
                 self._is_gone(subscriber)
             else:
                 with subscriber.latest(timeout=0.5) as weights:
@@ -140,7 +140,7 @@ class PublisherParty(TensorParty):
 
 
 class SubscriberParty(TensorParty):
-    """A WeightSubscriber; its other side publishes."""
+    """A WeightSubscriber; the other side publishes."""
 
     OUTLIVED = True
 
@@ -184,7 +184,7 @@ class SubscriberParty(TensorParty):
             with subscriber.latest(timeout=WAIT_S) as weights:
                 assert check_weights(weights) == 1
             after = Publishing(task.name)
-            # More than there are slots: one that the dead still held would be waited for.
+            # More versions than slots: a slot still held by the dead would block.
             for version in range(2, 9):
                 after.publish(version)
                 with subscriber.latest(timeout=WAIT_S) as weights:
@@ -213,12 +213,12 @@ def open_channel(name: str) -> Any:
 
 
 def drain(name: str) -> list[int]:
-    """Receive and acknowledge all steps that are there, whose sender has ended."""
+    """Receive and acknowledge the remaining steps of an ended sender."""
     found: list[int] = []
     try:
         receiver = open_channel(name)
     except BusNotFoundError:
-        return found  # both sides left an empty one
+        return found  # both sides left an empty channel
     with receiver:
         while True:
             try:
@@ -238,7 +238,7 @@ def use_anew(name: str) -> None:
 
 
 class SenderParty(TensorParty):
-    """The sending side; its other side has a step in its hands."""
+    """The sending side; the other side holds a step."""
 
     ALONE = True
     MEETS_LATER = True
@@ -263,7 +263,7 @@ class SenderParty(TensorParty):
         try:
             held.handle.send(step_of(number), timeout=0.0)
         except (WaitTimeoutError, ChannelClosedError, PeerGoneError):
-            return False  # no slot is free, or the other side has ended
+            return False  # no free slot, or the other side ended
         held.sent.append(number)  # type: ignore[attr-defined]
         held.task.say(sent=held.sent)  # type: ignore[attr-defined]
         return True
@@ -275,7 +275,7 @@ class SenderParty(TensorParty):
     def wait(self, held: Held) -> None:
         while held.task.held == "step" and self._send(held):
             pass
-        # Its errors are as they have to be where the other side has ended.
+        # After the other side's end, errors are expected.
         with contextlib.suppress(ChannelClosedError, PeerGoneError):
             held.handle.send(step_of(held.handle.next_step))
         signal.pause()
@@ -303,17 +303,17 @@ class SenderParty(TensorParty):
         found = drain(task.name)
         assert found == sorted(found) and set(sent) <= set(found), f"sent {sent}, came {found}"
         more = set(found) - set(sent)
-        # A call that was cut short may have sent its step.
+        # A call cut short may have sent its step.
         assert len(more) <= (2 if self.how in INTERRUPTED else 0), f"sent {sent}, came {found}"
         use_anew(task.name)
 
 
-#: Ends that may come between a step's sending and the word of it.
+#: Ends possible between a step's sending and its report.
 INTERRUPTED = ("SIGTERM", "SIGINT", "SIGKILL", "teardown", "malloc")
 
 
 class ReceiverParty(TensorParty):
-    """The receiving side; its other side has sent four steps."""
+    """The receiving side; the other side sent four steps."""
 
     ALONE = True
     OUTLIVED = True

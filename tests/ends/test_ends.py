@@ -1,9 +1,9 @@
-"""However a life ends, the next ones find everything: nothing lost, nothing doubled.
+"""After any end of a life the next lives find everything: nothing lost, nothing doubled.
 
-For each way to end and each party, two lives end so, one after the other, each with something of
-its cells in its hands; the third life is the test. Between them all free space is written over.
-The short form has all parties of a way in one process, with some cells of most.
-SHMBUS_TEST_ENDS=all has all cells of a room in fresh interpreters, and each in its own processes.
+For each way to end and each party, two lives end in succession, holding parts of their cells; the
+third life is the test. In between, free space is overwritten. The short form runs the parties of a
+way in one process, with a selection of cells. SHMBUS_TEST_ENDS=all runs every cell of a room in
+fresh interpreters, each in separate processes.
 """
 
 import json
@@ -32,14 +32,14 @@ from life import main
 main(globals())
 """
 PARTIES: dict[str, type[Party]] = {**BUS_PARTIES, **TENSOR_PARTIES}
-#: Who ends in one process together: those that need torch, and those that do not.
+#: Parties that end in a common process: with torch, and without.
 TOGETHER = {
     "daemon": ("leaser",),
     "bus": ("producer", "consumer", "feeder"),
     "torch": ("handler", "prefetch", *TENSOR_PARTIES),
 }
 ROOMS = TOGETHER if LONG else {"all": tuple(who for whos in TOGETHER.values() for who in whos)}
-#: Those all of whose cells are in the short form; of the others it has one in so many, by the seed.
+#: Parties with every cell in the short form; the rest shows every so manieth cell, by the seed.
 WHOLE = ("producer", "consumer", "feeder")
 SOME = 8
 POSSIBLE = [cell for cell in cells() if not why_not(cell)]
@@ -51,7 +51,7 @@ RUNS = {
 
 
 class Lives:
-    """The processes of some cells of one end, one life after the other; the last one is here."""
+    """Processes of an end's cells, life after life; the last life runs here."""
 
     def __init__(
         self, spawn: Spawner, directory: Path, name: str, held: list[Cell], seed: int, fresh: bool
@@ -92,7 +92,7 @@ class Lives:
                 daemon.kill()
             elif task.other == "closed":
                 daemon.stop()
-        if self.how == "again":  # its second life is in the same process
+        if self.how == "again":  # its second life runs in the same process
             self._start_daemons()
             self._end(first, 1)
         else:
@@ -153,7 +153,7 @@ class Lives:
         self._read(child)
 
     def _read(self, child: Child) -> None:
-        """Keep the last words of a child on each cell, of each of its lives."""
+        """Keep a child's last words on each cell, for each life."""
         said: dict[tuple[int, int], dict[str, Any]] = {}
         for line in child.output().splitlines():
             if line.startswith('{"cell"'):
@@ -179,7 +179,7 @@ class Lives:
                 what = f"{task.who}, {task.held}, other side {task.other}"
                 faults.append(f"{what}: {type(error).__name__}: {error}")
 
-        # What was given out is held although it was closed, as it may be: so these wait.
+        # Groups may stay held after a close: takers wait.
         waiting = self.how in ("close", "with")
         early = [task for task in self.tasks if not (waiting and self.parties[task.who].OUTLIVED)]
         for task in early:
@@ -202,7 +202,7 @@ class Lives:
             daemon.stop()
 
     def _nothing_is_left(self, task: Task) -> None:
-        """Every file is known to `shmbus gc`, and used by nobody."""
+        """Every file is known to `shmbus gc`, and unused."""
         for path in SHM_DIR.glob(f"shmbus*{task.name}*"):
             kind, name = leftovers._classify(path.name)
             assert name == task.name, f"{path}: nobody knows it"
@@ -211,12 +211,12 @@ class Lives:
 
 
 def batches(how: str, room: str, seed: int) -> list[tuple[list[Cell], bool]]:
-    """Cells that run in one process each time, and whether by fresh interpreters."""
+    """Return groups of cells for a process each, with a flag for fresh interpreters."""
     together = RUNS[how, room]
     if LONG:
         return [(together, True), *(([cell], False) for cell in together)]
     at = [*HOWS].index(how)
-    # A daemon serves one bus: one cell.
+    # A daemon serves a single bus: one cell.
     leased = [cell for cell in together if cell.who == "leaser"]
     others = [cell for cell in together if cell.who != "leaser"]
     some = [

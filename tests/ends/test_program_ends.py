@@ -1,6 +1,6 @@
-"""The ends of programs: a daemon and a gateway that are signalled twice, and a third life.
+"""Ends of programs: a daemon and a gateway, signalled twice, and a third life.
 
-A cell is (signal, what it held, what its other side did), as in cells.py.
+A cell is (signal, holdings, action of the other side), as in cells.py.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from conftest import Daemon, Spawner
 from endings import Task
 
 HERE = Path(__file__).parent
-#: Each signal with each other side; in the short form with one.
+#: Each signal with every action of the other side; in the short form with a single action.
 ENDS = [
     (how, other)
     for (m, how), (n, other) in itertools.product(enumerate(SIGNALS), enumerate(OTHER_SIDES))
     if LONG or m == n
 ]
-#: Holds a lease of a daemon until it is told, and acknowledges it then; "closed" leaves before.
+#: Holds a daemon's lease until told, then acknowledges; "closed" leaves before.
 CLIENT = f"""
 import json, os, sys, time
 sys.path.insert(0, {str(HERE)!r})
@@ -83,7 +83,7 @@ def test_what_a_daemon_had_is_found_by_its_successors(
             facts.append({"put": party.press(task, f"press{life}")})
             served.start()
         if other == "open":
-            # Its lease has outlived two daemons.
+            # The lease outlived two daemons.
             (directory / "ack").touch()
             client.finish()
             facts.append({"acked": [*leased]})
@@ -126,7 +126,7 @@ def test_what_a_gateway_had_is_found_by_its_successors(
                 assert gateway.post("/scored_data", body).status == 200
                 awaited.append(number)
             if held == "batch" and life == 0:
-                # Read whole, and so the trainer's.
+                # Read whole, hence the trainer's.
                 connection.sendall(request_bytes("GET", "/batch"))
                 batch = read_answer(connection, has_body=True).json()["batch"]
                 given = [group["tokens"][0][0] for group in batch]
@@ -138,8 +138,8 @@ def test_what_a_gateway_had_is_found_by_its_successors(
         found = []
         while (batch := gateway.batch()) is not None:
             found += [group["tokens"][0][0] for group in batch]
-        # In any order: each life has put its own by a producer of its own. The batch of a trainer
-        # whose connection was reset comes again, if the gateway lived to see that.
+        # In any order: each life puts by its own producer. A batch with a reset connection comes
+        # again, if the gateway lived to see the reset.
         assert sorted(found) in ([awaited, given + awaited] if other == "dead" else [awaited])
         connection.close()
         gateway.stop()

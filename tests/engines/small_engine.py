@@ -123,12 +123,12 @@ class SmallEngine:
         address = runner.addresses[0]
         ready.send(f"http://{address[0]}:{address[1]}")
         with contextlib.suppress(EOFError):
-            await asyncio.to_thread(ready.recv)  # it ends with whoever started it
+            await asyncio.to_thread(ready.recv)  # ends with its starter
         os._exit(0)
 
 
 def run(make: Callable[[int], SmallEngine], ranks: int, ready: Connection, port: int) -> None:
-    """Serve until the other end is closed: what a process of `Running` does."""
+    """Serve until the other end closes: the process of `Running`."""
     torch.set_num_threads(1)
 
     async def main() -> None:

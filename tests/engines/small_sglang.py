@@ -106,7 +106,7 @@ class SmallSglang(SmallEngine):
         self.retracted = mode == "retract"
         if mode == "abort":
             self.aborted += 1
-            self.running.set()  # what is in flight sees that it is aborted
+            self.running.set()  # requests in flight see the abort
             while self.in_flight:
                 await asyncio.sleep(TOKEN_S)
             self.running.clear()

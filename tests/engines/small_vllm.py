@@ -50,7 +50,7 @@ class SmallVllm(SmallEngine):
         self.encoded: dict[str, float] = {}
 
     async def encode(self, request: web.Request) -> web.Response:
-        """Answer an image by what the encoder made of it, which is kept as vLLM keeps it."""
+        """Answer an image by the encoder's output, cached as in vLLM."""
         await self.running.wait()
         runs = float(self.models[0]["value"][0])
         image = (await request.json())["image"]
@@ -62,7 +62,7 @@ class SmallVllm(SmallEngine):
 
     def in_turn(self, step: Handler) -> Handler:
         async def taken(request: web.Request) -> web.Response:
-            await request.read()  # it comes no more from those who have left
+            await request.read()  # a request from a gone client comes no more
             async with self.turn:
                 if self.out_of_step and request.path in self.steps:
                     return self.raised("the answer of another call")
@@ -131,7 +131,7 @@ class SmallVllm(SmallEngine):
         return f"wake {request.query['tags']}" if wakes else await super().step_of(request)
 
     async def sleep(self, request: web.Request) -> web.Response:
-        """Free memory; memory that sleeps already sleeps on, and no configuration is asked."""
+        """Free memory; sleeping memory sleeps on, whatever the configuration."""
         level = int(request.query["level"])
         self.seen.append(("sleep", (level, request.query["mode"])))
         self.running.clear()
@@ -143,7 +143,7 @@ class SmallVllm(SmallEngine):
         return web.json_response({"is_sleeping": bool(self.asleep) or not self.running.is_set()})
 
     async def wake_up(self, request: web.Request) -> web.Response:
-        """Take memory again, and resume once all of it is there, whatever it holds."""
+        """Take memory again, and resume with the whole of it, whatever its content."""
         tags = set(request.query.getall("tags", ["weights", "kv_cache"]))
         self.seen.append(("wake", sorted(tags)))
         if tags <= self.asleep:
@@ -160,7 +160,7 @@ class SmallVllm(SmallEngine):
         self.updating, self.problem = True, "no version came"
         self.mark()
         for model in self.models:
-            model["value"].fill_(float("nan"))  # vLLM's model has no memory from here on
+            model["value"].fill_(float("nan"))  # vLLM's model loses its memory here
         return web.json_response({"message": "Weight update started"})
 
     def mark(self) -> None:
@@ -192,7 +192,7 @@ class SmallVllm(SmallEngine):
         self.updating = False
         leased = self.loading or [each.latest(timeout=0) for each in self.subscribers]
         for rank, weights in enumerate(leased):
-            # A half one is that of the last rank; where nothing came, it came to nobody.
+            # The last rank loads a half; without a load, no rank does.
             if self.problem and (rank == self.ranks - 1 or not self.loading):
                 weights.report_refused(self.problem)
             else:
@@ -246,7 +246,7 @@ class SmallVllm(SmallEngine):
 
 
 class CachingVllm(SmallVllm):
-    """Has a prefix cache: a prompt's first token is what the model was when it was cached."""
+    """Has a prefix cache: a prompt's first token tells the model at its caching."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
@@ -361,9 +361,9 @@ def value_of(logprob: float) -> int:
 
 
 class LabelledVllm(SmallVllm):
-    """Logprobs tell the weights of each token; those of the first token, of the cached prompt."""
+    """Logprobs tell the weights of each token; the first token's, of the cached prompt."""
 
-    #: Whether requests of other salts share cached prompts.
+    #: Whether requests of different salts share cached prompts.
     salted: ClassVar[bool] = True
 
     def __init__(self, ranks: int) -> None:
@@ -395,12 +395,12 @@ class LabelledVllm(SmallVllm):
                 await asyncio.sleep(TOKEN_S)
         finally:
             self.in_flight -= 1
-        # A request that was in flight during the pause goes on with the states of older weights.
+        # A request in flight during the pause goes on with states of older weights.
         stale = hit and found != runs and arrived == runs
         return web.json_response({"logprobs": logprobs, "hit": hit, "stale": stale})
 
 
 class UnsaltedVllm(LabelledVllm):
-    """Ignores salts, as an engine before vLLM 0.9 does."""
+    """Ignores salts, like an engine before vLLM 0.9."""
 
     salted: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""A request's salt keeps an engine from serving it what older weights have cached."""
+"""A request's salt hides an engine's cache of older weights."""
 
 import asyncio
 from typing import Any
@@ -29,7 +29,7 @@ async def ask(producer: shmbus.Producer, running: Any, salted: bool, answers: li
 
 
 def stale(answers: list[dict[str, float]]) -> int:
-    """Count what was served from a cache of other weights, but for what was in flight."""
+    """Count tokens served from a foreign weights' cache, except for requests in flight."""
     return sum(
         each["cached"] != each["runs"] and each["arrived"] == each["runs"] for each in answers
     )
@@ -214,5 +214,5 @@ def test_where_engines_run_other_numbers_only_no_two_requests_share_a_salt(bus: 
             weights.report_applied()
         bus.policy_version = 3
         assert producer.cache_salt == producer.cache_salt
-        bus.policy_version = 4  # said before any engine has it
+        bus.policy_version = 4  # announced before any engine's load
         assert producer.cache_salt != producer.cache_salt

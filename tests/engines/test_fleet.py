@@ -127,7 +127,7 @@ async def test_a_hang_costs_its_deadline(bus: Bus, trainer: Trainer, servers: An
 @pytest.mark.parametrize("step", ["start", "update", "finish"])
 async def test_an_open_update_is_ended_before_the_next(step: str, scene: Scene) -> None:
     running = [scene.servers(2)]
-    await running[0].fault(step, "close")  # it has done it, and nobody knows
+    await running[0].fault(step, "close")  # done, without an answer
     with contextlib.suppress(EngineError):
         await scene.update(1, *running)
     report = await scene.update(2, *running)

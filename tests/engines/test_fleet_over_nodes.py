@@ -67,7 +67,7 @@ async def test_pauses_follow_the_copy(relay: LocalRelay, nodes: list[str], scene
     here, there = scene.servers(1), scene.servers(1)
     async with fleet_of(scene.bus, here, there, nodes[0]) as fleet:
         await fleet.update(scene.trainer, 2)
-        relay.end(nodes[0])  # its readers go on with what is there
+        relay.end(nodes[0])  # its readers go on with the present version
         updating = asyncio.ensure_future(fleet.update(scene.trainer, 3))
         await asyncio.sleep(1.0)
         assert not updating.done()

@@ -139,7 +139,7 @@ async def test_requests_keep_their_adapter(kind: str, bus: Bus, servers: Any, fo
     for version in range(4):
         made = files.publish(lora_state(model.fill(version)), version)
         names.append(made.name)
-        # Each trainer is a new one: what is loaded is the servers' word.
+        # Each trainer is new: only the servers know the loaded adapters.
         report = await bring(bus.name, made, *(server_of(each, kind) for each in running))
         assert report.previous == (version - 1 if version else None)
         assert [each.version for each in report.servers] == [version] * 2
@@ -172,7 +172,7 @@ async def test_a_version_is_for_all_or_none(
     for server in both:
         assert set(await server.adapters(TIMEOUT_S)) == {"base", first.name}
         await server.close()
-    # An answer that was lost is no failure: the list says that it is there.
+    # A lost answer is no failure: the list shows the adapter.
     await running[0].fault("load", "close")
     report = await bring(bus.name, second, *both, quorum=1)
     assert [each.version for each in report.servers] == [2, 2]
@@ -267,7 +267,7 @@ async def test_an_unloaded_adapter_is_undone(
     assert (caught.value.version, caught.value.in_force, bus.policy_version) == (2, 1, 1)
     said = await running.post("/v1/generate", {"model": first.name, "max_tokens": 2})
     assert said["tokens"] == [1.0] * 2
-    if case == "name in use":  # what has the name stays where it was
+    if case == "name in use":  # the foreign adapter stays
         assert (await server.adapters(TIMEOUT_S))[second.name] == first.path
 
 

@@ -1,4 +1,4 @@
-"""An engine's loader runs once; what it did stands for it, bit for bit, or it is run again."""
+"""An engine's loader runs once; its recorded plan replaces it, bit for bit, or it runs again."""
 
 import contextlib
 import threading
@@ -66,7 +66,7 @@ def published(bus: str, trainer: Trainer, device: torch.device) -> Iterator[Call
 
 
 class Counted:
-    """A loader, and which tensors it was given in each call."""
+    """A loader, with the tensors of each call."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -132,7 +132,7 @@ class Scaled(FusedModel):
 
 
 class Unseen(FusedModel):
-    """Reads norms by numpy, which torch does not see."""
+    """Reads norms by numpy, out of torch's sight."""
 
     def fill_layer(self, layer: Any, parts: list[str], tensor: torch.Tensor) -> None:
         if "norm" in parts[-2]:
@@ -178,7 +178,7 @@ class Cast(FusedModel):
 
 
 class Layerwise(FusedModel):
-    """Fills new memory, and copies it into what it has once a layer is whole, as vLLM reloads."""
+    """Fills new memory, and copies a whole layer into the old memory, like vLLM's reload."""
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         kept = {
@@ -308,7 +308,7 @@ def test_a_load_waits_for_what_a_thread_prepares_and_uses_it(
             timer.join()
             require_loaded(model, trainer)
     assert len(load.given) == 1
-    assert len(threads) == 2  # once for each slot
+    assert len(threads) == 2  # a thread a slot
     assert threading.current_thread() not in threads
 
 

@@ -1,4 +1,4 @@
-"""Fleets and servers as they are used by hand: odd answers, odd arguments, any loop and thread."""
+"""Fleets and servers in manual use: odd answers, odd arguments, any loop and thread."""
 
 import asyncio
 import contextlib
@@ -93,7 +93,7 @@ async def test_deeply_nested_json_is_an_answer(path: str, bus: Bus, trainer: Tra
         await fleet.update(trainer, 1)
         deep = iter([[DEEP]])
         server.instead[path] = lambda: next(deep, None)
-        if path == "/resume":  # it is asked again
+        if path == "/resume":  # asked again
             await fleet.update(trainer, 2)
         else:
             with pytest.raises(ShmbusError, match="expected a JSON object, got"):
@@ -164,7 +164,7 @@ async def test_only_the_operator_ends_their_pause(mode: str, bus: Bus, trainer: 
         bus.pause("the disk is full")
         await fleet_of(bus.name, server, mode=mode).update(trainer, 1)
         assert bus.paused == "the disk is full"
-        bus.pause("weights of version 1 are being loaded")  # as a fleet that died says it
+        bus.pause("weights of version 1 are being loaded")  # in a dead fleet's words
         await fleet_of(bus.name, server, mode=mode).update(trainer, 2)
         assert (bus.paused is None) == (mode != "keep")
 
@@ -187,7 +187,7 @@ async def test_threads_take_turns_at_one_fleet(bus: Bus, trainer: Trainer) -> No
         done: list[int] = []
 
         class InAnyOrder:
-            """Their turns come in no order, so each begins a life."""
+            """Their turns come in no order: each begins a life."""
 
             def publish(self, version: int) -> None:
                 trainer.publisher.new_life()
@@ -214,7 +214,7 @@ async def test_a_sync_update_inside_a_loop_is_refused(bus: Bus, trainer: Trainer
 pytest_plugins = ["engine_fixtures"]
 
 
-#: Shorter than the step is late, and long enough for what comes after it.
+#: Shorter than the step's delay, and long enough for the rest.
 PATIENCE_S = SLOW_S * 2 / 3
 
 

@@ -1,4 +1,4 @@
-"""A server ends, or stops, at each request of an update: the others go on, and it is named."""
+"""A server ends, or stops, at each request of an update: the rest goes on, the error names it."""
 
 import asyncio
 import signal
@@ -93,7 +93,7 @@ async def test_it_is_paused_again_before_what_ran_before_is_loaded(kind: str, sc
     server = KINDS[kind]
 
     class StartedAnew(server):  # type: ignore[misc, valid-type]
-        """It ends in an update, and by the time that all are to go back it is there again."""
+        """A server ends in an update, and exists again by the time of the way back."""
 
         async def load(self, version: int, *arguments: Any) -> None:
             if version == 2:

@@ -130,7 +130,7 @@ async def test_old_weights_stay_without_attaching(bus: Bus, trainer: Trainer, se
 @pytest.mark.parametrize("step", ["begin", "update", "end"])
 async def test_an_unattached_session_ends_before_any_token(step: str, scene: Scene) -> None:
     running = scene.servers(1, SmallSglang)
-    await running.fault(step, "close")  # it has done it, and nobody knows
+    await running.fault(step, "close")  # done, without an answer
     with pytest.raises(EngineError, match=f"{step}: .*the old weights are in force"):
         await scene.update(1, running)
     assert not await running.paused() and paused_by(scene.bus.name) is None

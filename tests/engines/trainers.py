@@ -1,4 +1,4 @@
-"""Trainers: one in this process, and one in another that ends in the middle of an update."""
+"""Trainers: in this process, and in a process that ends in the middle of an update."""
 
 import asyncio
 import os
@@ -13,12 +13,12 @@ from shmbus.weights import ModuleSource, WeightPublisher
 
 KINDS: dict[str, Any] = {"vllm": VllmServer, "sglang": SglangServer}
 TIMEOUT_S = 5.0
-#: Of tests that wait until it is over; a server on a loaded machine answers sooner.
+#: Of tests that wait for the end; a server on a loaded machine answers sooner.
 SHORT_S = 2.0
 
 
 class Trainer:
-    """A publisher of one vector, which each version fills with its number."""
+    """A publisher of a vector, filled by each version with its number."""
 
     def __init__(self, bus: str, **options: Any) -> None:
         self.model = torch.nn.Module()
@@ -57,7 +57,7 @@ class Scene(NamedTuple):
 def end_in_an_update(
     bus: str, kind: str, urls: list[str], step: str, after: bool, number: int, level: int = 0
 ) -> None:
-    """Bring version 1 to the servers, and get a signal when all are at a step of version 2.
+    """Bring version 1 to the servers, and get a signal with every server at a step of version 2.
 
     With a level, the servers sleep first, and wake with version 2.
     """

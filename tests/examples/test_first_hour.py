@@ -70,7 +70,7 @@ def test_the_page_runs_from_first_to_resumed_block(tmp_path: Path, bus_name: str
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE_S + 20)
 def test_programs_of_the_page_end_though_samples_fail(tmp_path: Path, bus_name: str) -> None:
-    """One sample in fifty fails for good, so that one group in seven is given up."""
+    """A fiftieth of the samples fails for good: a seventh of the groups is given up."""
     steps, rate, dies = 100, 0.02, 40
     write_programs(tmp_path, bus_name)
     for program, line, new in (
@@ -101,7 +101,7 @@ def test_programs_of_the_page_end_though_samples_fail(tmp_path: Path, bus_name: 
             for life in ([str(dies)], [])
         ]
         with shmbus.Bus.open(bus_name), shmbus.Consumer(bus_name) as consumer:
-            # What its trainer dropped last ends its request once the ring has been read.
+            # Its trainer's last drops end their requests after a read of the ring.
             groups: list[shmbus.Group] = []
 
             def all_read() -> bool:
@@ -125,7 +125,7 @@ def test_programs_of_the_page_end_though_samples_fail(tmp_path: Path, bus_name: 
 
 
 def test_the_everyday_lines_name_what_there_is() -> None:
-    """Each method and keyword of the tables is one of the class that the line is about."""
+    """Methods and keywords of the tables belong to the class of their line."""
     owners = {
         "producer": shmbus.Producer,
         "consumer": shmbus.Consumer,

@@ -1,4 +1,4 @@
-"""Each example runs in its quick form, does what it says, leaves nothing, and is short."""
+"""Examples run in their quick form, keep their promise, leave nothing, and are short."""
 
 import importlib.util
 import re
@@ -10,18 +10,18 @@ from conftest import Spawner
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-#: Lines with something on them: an example is read at one go. A whole model's is longer, and one
-#: with both sides of two machines.
+#: Nonempty lines, for a single reading. Longer: an example with a whole model, and an example with
+#: both sides of two machines.
 MAX_LINES = 150
 LONG = {"demo_on_two_nodes.py", "grpo_transformers.py"}
-#: Adapters of stacks that no machine without a GPU can install; tests/trainer has their tests.
+#: Adapters of stacks that need a GPU for their installation; tests/trainer has their tests.
 ADAPTERS = {"prime_rl_transport.py", "slime_rollouts.py", "torchtitan_fork.py"}
 OWN_TEST = {"draft_head.py", "weights_in_flight.py"}
-#: What needs a stack in an environment of its own (tests/peers), and is not run here.
+#: Examples for stacks in separate environments (tests/peers), not run here.
 ELSEWHERE = {
     "demo_on_two_nodes.py", "eagle_head.py", "trl_async.py", "trl_sync.py", "vllm_grpo.py",
 }  # fmt: skip
-# Processes that share the machine with whatever else runs there.
+# Processes that share the machine with anything else.
 DEADLINE_S = 200
 
 REWARD_ROSE = r"reward (\d\.\d\d) -> (\d\.\d\d)"
@@ -52,7 +52,7 @@ def test_an_example_does_what_it_says(name: str, spawn: Spawner) -> None:
     process = spawn.file(EXAMPLES / name, "--quick")
     said = process.finish(DEADLINE_S)
     assert not [*Path("/dev/shm").glob(f"*shmbus*-{process.pid}*")]
-    # A daemon that it starts may log behind it, or within the line.
+    # Its daemon may log behind it, or within the line.
     found = [*re.finditer(last_line, said)]
     assert found, said
     if " -> " in last_line:
@@ -88,7 +88,7 @@ def test_an_example_is_short(name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_names_what_it_imports(name: str) -> None:
-    """The extra `examples` has each package that an example needs beside torch."""
+    """The extra `examples` lists every package of the examples beside torch."""
     extra = re.search(r"^examples = \[(.*?)\]$", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     assert extra
     for module in RUNS[name][0]:

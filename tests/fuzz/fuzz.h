@@ -1,5 +1,5 @@
-/* What the fuzz targets share. A target is one file with LLVMFuzzerTestOneInput(). With
- * -DFUZZ_REPLAY it has a main() that runs each file that it is given; without, libFuzzer has it. */
+/* Common parts of the fuzz targets. A target is a file with LLVMFuzzerTestOneInput(); -DFUZZ_REPLAY
+ * adds a main() that runs given files, in place of libFuzzer's. */
 #ifndef SHMBUS_TESTS_FUZZ_H
 #define SHMBUS_TESTS_FUZZ_H
 
@@ -16,7 +16,7 @@ int main(int argc, char **argv) {
         CHECK(data != NULL);
         size_t size = fread(data, 1, 1 << 20, file);
         fclose(file);
-        /* A block of exactly its size, so that a sanitizer sees one byte too many. */
+        /* A block of exactly its size: a sanitizer sees a byte too many. */
         uint8_t *exact = realloc(data, size > 0 ? size : 1);
         CHECK(exact != NULL);
         LLVMFuzzerTestOneInput(exact, size);

@@ -1,7 +1,7 @@
 /* A block of any bytes: refused, or read to its end within its bounds, and each record written.
  *
- * Input: a byte, then the block. A first byte below 192 has its lengths and checksums made right; of
- * those, an even one has the head of its first record made right too. */
+ * Input: a byte, then the block. A first byte below 192 asks for correct lengths and checksums, and
+ * an even such byte also for a correct head of the first record. */
 #include "fuzz.h"
 
 #include "ring/block.h"
@@ -58,7 +58,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     uint8_t way = *data++;
     size--;
-    /* Of exactly its size, and not aligned, as a buffer from elsewhere may be. */
+    /* Of exactly its size, and unaligned, like a foreign buffer. */
     uint8_t *room = malloc(size + 1);
     CHECK(room != NULL);
     uint8_t *block = room + 1;

@@ -1,7 +1,7 @@
-"""The daemon's decoder and dispatcher: what any client says costs nobody else anything.
+"""The daemon's decoder and dispatcher: no client's message harms a different client.
 
-An input is a sequence of acts: a client says Hello, says something well formed, says any bytes, or
-goes. After it all clients go, and every trajectory must be where the ledger says, none leased.
+An input is a sequence of acts: a client says Hello, sends a well-formed message, any bytes, or
+goes. Afterwards every client goes, and the ledger must account for every trajectory, none leased.
 """
 
 import atexit
@@ -28,7 +28,7 @@ _MOST_ACTS = 200
 
 
 class FuzzedService:
-    """A service over a small bus, which is removed when the fuzzer ends."""
+    """A service over a small bus, removed when the fuzzer ends."""
 
     def __init__(self) -> None:
         shmbus.Bus.create(_NAME, "256KiB", max_producers=2, extent_bytes=4096).close()
@@ -61,7 +61,7 @@ class FuzzedService:
         )
 
     def request(self, given: Bytes) -> messages.Request:
-        """Something a client may say, with numbers that are small or huge."""
+        """Return a possible message of a client, with small or huge numbers."""
 
         def number() -> int:
             return given.number(8) >> 1 if given.number() == 255 else given.number()
@@ -97,7 +97,7 @@ class FuzzedService:
         return makers[given.number() % len(makers)]()
 
     def say(self, session: Session, body: bytes) -> bool:
-        """As Connection does it; False where that ends the connection."""
+        """Act like Connection; return False at the connection's end."""
         try:
             request = messages.decode_request(body)
             if isinstance(request, (messages.Bye, messages.Hello)):
@@ -109,7 +109,7 @@ class FuzzedService:
 
     def run(self, data: bytes) -> None:
         given = Bytes(data)
-        # Every other one is a daemon that has just begun, and waits for clients of another.
+        # Every second daemon just began, and waits for an earlier daemon's clients.
         if given.number() % 2:
             self.service = Service(self.collector, {})
         service = self.service
@@ -145,7 +145,7 @@ class FuzzedService:
         self.check()
 
     def check(self) -> None:
-        """Nothing is lost; then empty the bus, as a client that is right would."""
+        """Check for losses; then empty the bus, like a correct client."""
         service = self.service
         assert not service.leased_groups, service.leased_groups
         replies: list[messages.Reply] = []

@@ -1,8 +1,8 @@
 /* A declared schema of any bytes: in the part of a segment, damaged or under a good checksum, and
- * as the bytes of a schema. What is accepted lies inside its bytes and its limits, and is the same
- * when it is read again.
+ * as the bytes of a schema. An accepted schema lies inside its bytes and its limits, and reads the
+ * same again.
  *
- * Input: how the part is damaged (1), where (2), and the bytes of the schema. */
+ * Input: kind of damage (1), its place (2), and the bytes of the schema. */
 #include "fuzz.h"
 #include "ring/segment.h"
 
@@ -47,7 +47,7 @@ static bool check_parse(const uint8_t *bytes, uint32_t count) {
     return accepted;
 }
 
-/* Blocks of exactly their size, so that a sanitizer sees one byte too many. */
+/* Blocks of exactly their size: a sanitizer sees a byte too many. */
 static void check_part(const struct declared_part *part, const uint8_t *bytes, uint32_t count,
                        bool sound) {
     uint8_t *text = malloc(SHMBUS_DECLARED_BYTES);

@@ -22,13 +22,13 @@ _RECORD_BYTES = 512
 
 
 def fuzz_meta(data: bytes) -> None:
-    """Any bytes decode, or are a ValueError."""
+    """Any bytes decode, or raise ValueError."""
     with contextlib.suppress(ValueError):
         encoding.decode_meta(data)
 
 
 def fuzz_dtype(data: bytes) -> None:
-    """Any description is a plain dtype without objects, or a TypeError."""
+    """Any description gives a plain dtype without objects, or a TypeError."""
     try:
         dtype = encoding.decode_dtype("field", data)
     except TypeError:
@@ -37,7 +37,7 @@ def fuzz_dtype(data: bytes) -> None:
 
 
 def fuzz_heads(data: bytes) -> None:
-    """Any bytes are heads that a group table takes, or a ValueError."""
+    """Any bytes give heads for a group table, or a ValueError."""
     with contextlib.suppress(ValueError):
         _core.GroupTable().put(_core.unpack_heads(data), 0.0)
 

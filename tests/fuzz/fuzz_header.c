@@ -1,7 +1,7 @@
 /* A file with any bytes as its first page: segment_open refuses it, or its numbers hold.
  *
- * Input: the header's bytes. An even first byte of the input's last eight has its checksum made
- * right, so that the bounds are reached. */
+ * Input: the header's bytes. An even first byte of the input's last eight asks for a correct
+ * checksum, to reach the bounds. */
 #define _GNU_SOURCE
 #include "base/checksum.h"
 #include "fuzz.h"

@@ -1,7 +1,7 @@
-/* A stream of a patch of any bytes: applied or refused, and nothing but the piece is written.
+/* A stream of a patch of any bytes: applied or refused, and only the piece is written.
  *
- * Input: width, rows, row length (two bytes), gap between rows; then the stream. It is applied by
- * itself, and as what brings a slot up while another stream is made: both have to agree. */
+ * Input: width, rows, row length (two bytes), gap between rows; then the stream, applied alone, and
+ * as a slot's catching up beside the making of a second stream: both have to agree. */
 #include "fuzz.h"
 
 #include "pool/patch_code.h"
@@ -47,7 +47,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     CHECK(made == good && chain.at <= end && out.at <= out.end);
     CHECK(!good || (chain.base_digest == in.base_digest && chain.at == in.at));
     if (good) {
-        /* What was just made leads from the one to zeros, as it did in the other. */
+        /* The fresh stream leads from the one to zeros, like its twin. */
         struct patch_in back = {.at = packed, .end = out.at};
         CHECK(patch_apply(&back, &shape, one + EDGE) && back.base_digest == out.base_digest);
         CHECK(memcmp(one, other, bytes + 2 * EDGE) == 0);

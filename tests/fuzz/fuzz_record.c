@@ -1,4 +1,4 @@
-/* One record of any bytes: read to its end, never out of bounds, never beyond its limits.
+/* A record of any bytes: read to its end, never out of bounds, never beyond its limits.
  *
  * Input: the record. A first byte below 192 has both checksums made right. */
 #include "fuzz.h"

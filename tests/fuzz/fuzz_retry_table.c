@@ -1,8 +1,8 @@
-/* The retry table, scribbled over between the calls of its collector and its producers. What is
- * read stays inside its limits and agrees with its checksum. An untouched entry is whole, and
- * claimed by one producer at a time.
+/* The retry table, damaged between the calls of its collector and its producers. Values read stay
+ * inside their limits and agree with their checksum. An untouched entry is whole, and claimed by a
+ * single producer at a time.
  *
- * Input: acts of 5 bytes: what is done (1), to which entry (1), with which value (1), where (2). */
+ * Input: acts of 5 bytes: act (1), entry (1), value (1), place (2). */
 #include "base/checksum.h"
 #include "fuzz.h"
 #include "ring/retry_table.h"
@@ -15,10 +15,10 @@ enum { ROWS = 3, PRODUCERS = 4 };
 static struct segment segment;
 static struct row_state {
     struct retry_request asked;
-    bool sound;      /* not written to since it was published */
-    /* As it was when its checksum was last made. */
+    bool sound;      /* untouched since its publication */
+    /* Content at its last checksum. */
     uint8_t sealed[SEALED_BYTES];
-    uint64_t seen;   /* the number that was read last */
+    uint64_t seen;   /* the last number read */
     uint64_t holder; /* producer id + 1 */
 } rows[ROWS];
 
@@ -60,7 +60,7 @@ static void publish(uint32_t at, uint64_t number, uint8_t value, uint16_t where)
 
 static void read_row(uint32_t at) {
     struct row_state *row = &rows[at];
-    /* A block of its own, so that a sanitizer sees one byte too many. */
+    /* A separate block: a sanitizer sees a byte too many. */
     struct retry_request *copy = malloc(sizeof *copy);
     CHECK(copy != NULL);
     row->seen = 0;
@@ -166,7 +166,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         act(data, ++number);
     }
     for (uint32_t at = 0; at < ROWS; at++) {
-        /* Whatever was written there, a new request is whole, and can be taken. */
+        /* Over any damage a new request is whole, and can be taken. */
         publish(at, ++number, (uint8_t)at, 7);
         read_row(at);
         claim(at, at);

@@ -1,8 +1,8 @@
-/* A collector over a segment that is scribbled over between its steps: it ends, stays in bounds,
- * and attaches again.
+/* A collector over a segment damaged between its steps: it ends, stays in bounds, and attaches
+ * again.
  *
- * Input: edits of 6 bytes: where (4), what (1), and what is done afterwards (1): nothing, a read,
- * a sweep, a count, a move, a producer's put, a new collector, a request and whoever takes it. */
+ * Input: edits of 6 bytes: place (4), value (1), and the act afterwards (1): nothing, a read, a
+ * sweep, a count, a move, a producer's put, a new collector, a request with a taker. */
 #define _GNU_SOURCE
 #include "fuzz.h"
 #include "ring/requests.h"

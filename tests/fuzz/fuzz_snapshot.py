@@ -1,7 +1,7 @@
-"""Damaged snapshots: each is restored as it was, or is an error that says so, and no bus is made.
+"""Damaged snapshots: a snapshot is restored unchanged, or a named error makes no bus.
 
-An input is a list of edits to the files of a snapshot. Digests in the manifest may be made right
-again afterwards, as one who forges a snapshot would, so that what lies behind them is met too.
+An input is a list of edits to the files of a snapshot. The fuzzer may correct the manifest's
+digests afterwards, like a forger, to reach the code behind them.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ from shmbus.store.directory import MANIFEST
 
 _NAME = f"fuzz-{os.getpid()}"
 _MOST_EDITS = 20
-#: What `snapshot.restore` says that it raises.
+#: Documented errors of `snapshot.restore`.
 _PROMISED = (FileNotFoundError, errors.LayoutMismatchError, errors.CapacityError)
 _VALUES = (0, 1, -1, 2**31, 2**63, 2**64 - 1, "", "x", "../x", None, [], {}, 1.5, True)
 
 
 class FuzzedSnapshot:
-    """One snapshot of a bus that is gone, and a place to damage copies of it."""
+    """A snapshot of a gone bus, and a place to damage copies."""
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp())
@@ -67,7 +67,7 @@ class FuzzedSnapshot:
             shutil.rmtree(target)
 
     def restore(self, target: Path) -> None:
-        """What was restored is a bus that can be read; what was not is none."""
+        """A restored bus can be read; after an error no bus exists."""
         try:
             manifest = snapshot.restore(target, _NAME, capacity="64KiB")
         except _PROMISED:
@@ -99,7 +99,7 @@ def edit(content: bytes, given: Bytes) -> bytes:
 
 
 def with_value(content: bytes, at: int, value: object) -> bytes:
-    """Replace one of the values of a JSON object, or of one within it."""
+    """Replace a value of a JSON object, or of an object within it."""
     try:
         root = json.loads(content)
     except ValueError:
@@ -120,7 +120,7 @@ def with_value(content: bytes, at: int, value: object) -> bytes:
 
 
 def forged(files: dict[str, bytes]) -> bytes:
-    """The manifest, with sizes and digests of the parts as they are."""
+    """Return the manifest with the parts' present sizes and digests."""
     try:
         manifest = json.loads(files[MANIFEST])
         for part in manifest["parts"]:

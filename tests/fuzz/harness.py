@@ -15,7 +15,7 @@ __all__ = ["Bytes", "run"]
 
 
 class Bytes:
-    """Reads an input from its front; after its end there are zeros."""
+    """Reads an input from its front; zeros follow its end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

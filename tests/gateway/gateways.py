@@ -44,7 +44,7 @@ class Gateway:
         self.child = self.start(fault)
 
     def start(self, fault: str = "") -> Child:
-        """Start it, and wait until it serves; the port stays. `fault` is run in it before."""
+        """Start the gateway with `fault`, and wait for its service; the port stays."""
         self.child = self._spawner.script(
             RUN, fault, self.name, "--http", f"127.0.0.1:{self.port}", *self._options
         )

@@ -89,7 +89,7 @@ def test_a_run_from_registration_to_reset(gateway: Gateway) -> None:
 
 
 def test_an_environment_without_a_name_is_given_one(gateway: Gateway) -> None:
-    """What BaseEnv sends where its wandb_name is None, as it is by default."""
+    """Return BaseEnv's message for a wandb_name of None, the default."""
     gateway.post("/register", REGISTRATION)
     assert gateway.batch() is None
     new = {"max_token_length": 512, "desired_name": None, "weight": 1.0, "group_size": 2}

@@ -37,7 +37,7 @@ def commands(heading: str) -> list[str]:
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a shell find `shmbus`, also where this environment has no entry point of it."""
+    """Have a shell find `shmbus`, even without this environment's entry point."""
     (tmp_path / "shmbus").write_text(f'#!/bin/sh\nexec {sys.executable} -m shmbus "$@"\n')
     (tmp_path / "shmbus").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -140,6 +140,6 @@ def test_each_option_that_the_page_names_is_one_of_the_command(program: None) ->
         for command in commands
     }
     for command, option in named:
-        # An option by itself is the gateway's, or what `shmbus serve` takes for it.
+        # An option alone belongs to the gateway, or to `shmbus serve`.
         text = helps[command] if command else helps["gateway"] + helps["serve"]
         assert option in text, command

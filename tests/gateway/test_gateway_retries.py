@@ -32,7 +32,7 @@ def numbers(batch: Any) -> list[int]:
 
 
 def all_batches(gateway: Gateway) -> list[int]:
-    """Take until nothing comes; the last request acknowledges."""
+    """Take until the flow ends; the last request acknowledges."""
     found: list[int] = []
     while (batch := gateway.batch()) is not None:
         found += numbers(batch)
@@ -45,7 +45,7 @@ def balanced(name: str) -> bool:
 
 
 def fill(gateway: Gateway, start: int = 0) -> list[threading.Thread]:
-    """Post until a request is held; returns the threads of those that wait."""
+    """Post until a request is held; return the threads of waiting requests."""
     answered: dict[int, int] = {}
 
     def post(number: int) -> None:
@@ -119,7 +119,7 @@ def test_a_body_whose_answer_was_lost_comes_once(gateway: Gateway, seed: int) ->
     for number in range(60):
         connection = gateway.connect()
         connection.sendall(request_bytes("POST", "/scored_data", numbered(number)))
-        # Before, while and after it is put and answered.
+        # Before, during and after its put and answer.
         time.sleep(delays.choice((0, 0.0005, 0.001, 0.002, 0.01)))
         reset(connection)
         assert gateway.post("/scored_data", numbered(number)).status == 200
@@ -214,7 +214,7 @@ def test_a_trainer_that_leaves_http_has_everything_and_may_come_back(gateway_of:
 def test_groups_given_away_do_not_end_a_batch(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "32MiB")
     gateway.register(batch_size=2)
-    # 12 MB of JSON: more than the kernel keeps for a client that does not read.
+    # 12 MB of JSON: beyond the kernel's buffer for an idle client.
     gateway.post("/scored_data", numbered(10**18, 150_000))
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
@@ -248,8 +248,7 @@ def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
     for number in range(4):
         gateway.post("/scored_data", {**numbered(number), "env_id": env})
     assert numbers(gateway.batch()) == [0]
-    # It notes that a batch is given once the last byte is written: a kill between the two has the
-    # batch given again.
+    # The note of a given batch follows the last byte: a kill between the two gives the batch again.
     wait_until(
         lambda: gateway.get("/status-env", {"env_id": env}).json()["current_step"] == 1,
         what="the note of the first batch",
@@ -297,7 +296,7 @@ def test_what_clients_send_at_once_stays_within_the_budget(gateway_of: Any) -> N
     connections = [gateway.connect() for _ in range(60)]
     together(lambda connection: _send(connection, request), connections)
     assert gateway.get("/info").status == 200
-    # 16 MiB of bodies, one of them decoded, and what is read ahead of the others.
+    # 16 MiB of bodies: one decoded, and the read-ahead of the rest.
     assert peak_kib(gateway) - before < 64 << 10
     for connection in connections:
         connection.close()

@@ -195,7 +195,7 @@ def test_a_retry_of_a_group_that_was_trained_on_and_whose_space_is_used_again_co
 
 
 def test_a_body_that_waited_while_others_were_put_is_not_taken_for_put(gateway_of: Any) -> None:
-    """What was committed since its note is of the others."""
+    """Samples committed since its note belong to other producers."""
     gateway = gateway_of("--create", "4MiB", "--hold", 2)
     assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
     body = [numbered(number, 20_000) for number in range(10)]
@@ -223,7 +223,7 @@ def taken(consumer: shmbus.Consumer) -> list[int]:
 
 
 def test_a_hang_up_during_a_gateways_death_counts_as_read(gateway_of: Any) -> None:
-    """The one loss that is left: all bytes had left the gateway, and nobody read the last ones."""
+    """The only possible loss: every byte left the gateway, and the client never read the last."""
     gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
     for number in range(2):

@@ -1,4 +1,4 @@
-"""Large bodies are put whole, in whatever pieces they come, or not."""
+"""Large bodies are put whole, in any pieces, or not at all."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from gateways import Gateway, serving
 from http_answers import read_answer
 from http_requests import request_bytes, reset, scored
 
-#: Tokens of a sequence: its group is 600 kB of JSON, which no one piece holds.
+#: Tokens of a sequence: its group is 600 kB of JSON, beyond any single piece.
 TOKENS = 30_000
 
 

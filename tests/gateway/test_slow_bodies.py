@@ -1,4 +1,4 @@
-"""A client that has stopped in its body keeps others from room for seconds, not for a minute."""
+"""A client stopped in its body keeps room from its peers for seconds, not for a minute."""
 
 import re
 from pathlib import Path
@@ -11,11 +11,11 @@ from http_requests import request_bytes, scored
 
 #: Run in the gateway: seconds are long for a test.
 SOON = "from shmbus.http import bodies; bodies.LOOK_S = 0.3"
-#: MiB of all bodies, and of one.
+#: MiB of every body together, and of a single body.
 MEMORY = 4
 GROUP = scored(list(range(100_000, 130_000)))
 
-#: Heads of bodies that take nearly all room.
+#: Heads of bodies that take nearly the whole room.
 HEADS = {
     "a length": {"Content_Length": str((MEMORY << 20) - 1000)},
     "chunks": {"Content_Length": "", "Transfer_Encoding": "chunked"},

@@ -123,7 +123,7 @@ class Storm:
         return self._start(TRAINER, self.trained, self._lives, content)
 
     def _environment(self, number: int) -> Child:
-        """Start one; a number whose answer nobody noted is not used again."""
+        """Start an environment; a number with an unnoted answer is never reused."""
         first = (number + 1) * 10**9 + self.kills[f"environment {number}"] * 10**6
         interval_s = 60.0 * ENVIRONMENTS / GROUPS_A_MINUTE if GROUPS_A_MINUTE else 0.0
         return self._start(ENVIRONMENT, Path(f"{self.answered}{number}"), first, interval_s)
@@ -150,7 +150,7 @@ class Storm:
         self.kills[who] += 1
 
     def finish(self) -> None:
-        """End the environments, and let the trainer take what is there."""
+        """End the environments, and let the trainer take the rest."""
         for environment in self.environments:
             environment.kill()
         wait_until(self._is_drained, 60.0, "the trainer to take everything")
@@ -198,7 +198,7 @@ class Storm:
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 240)
 def test_nothing_is_lost(spawn: Spawner, gateway_of: Any, tmp_path: Path, seed: int) -> None:
-    # Its own limit, above, is longer than that of a test which hangs.
+    # Its own limit, above, exceeds the limit of a hanging test.
     faulthandler.cancel_dump_traceback_later()
     gateway = gateway_of("--create", "4MiB")
     storm = Storm(spawn, gateway, tmp_path, seed)

@@ -32,7 +32,7 @@ def test_the_log_has_an_object_for_each_request_but_polls(gateway: Gateway) -> N
     for _ in range(3):
         assert gateway.get("/status-env", {"env_id": 0}).status == 200
     assert gateway.get("/status-env", {"env_id": 9}).status == 404
-    # Its line is written after its answer: this one's turn comes when those are there.
+    # Its line follows its answer: this check runs after both.
     gateway.get("/info")
     found = lines(gateway)[before:]
     said = [(line["message"], line["status"]) for line in found]
@@ -81,7 +81,7 @@ def test_metrics_count_by_route_and_status(gateway: Gateway) -> None:
     )
     assert (taken, refused, received) == (2, 1, 2 * len(good) + 2)
     assert seconds > 0
-    # What there is no route for has one name, whatever clients ask for.
+    # Unknown routes share a name, whatever clients ask for.
     others = count(gateway, "requests_total", route="other", status="404")
     for path in ("/a", "/b"):
         gateway.get(path)

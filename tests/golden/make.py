@@ -1,7 +1,7 @@
-"""Make the golden bytes of the segment: where every shared field lies, and what some puts write.
+"""Make the golden bytes of the segment: places of shared fields, and results of puts.
 
-`python tests/golden/make.py` writes layout-VERSION.json anew. It differs from the one that is there
-only if the bytes have changed, and then they need a new SHMBUS_LAYOUT_VERSION (layout.h).
+`python tests/golden/make.py` writes layout-VERSION.json anew. A difference from the present file
+means changed bytes, and they need a new SHMBUS_LAYOUT_VERSION (layout.h).
 """
 
 import json
@@ -18,7 +18,7 @@ from shmbus.inspect.segment_file import SegmentFile
 from shmbus_ext import _core
 
 HERE = Path(__file__).parent
-#: Of a record's header: when it was committed, and the checksum that covers this too.
+#: Of a record's header: the time of its commit, and the checksum over it.
 VARYING = (slice(80, 88), slice(124, 128))
 ROW = 16
 
@@ -36,7 +36,7 @@ PUTS: dict[str, Callable[[shmbus.Producer], Any]] = {
 
 
 def record_of(name: str, put: Callable[[shmbus.Producer], Any], checksum: bool) -> list[str]:
-    """The bytes of the first record of a new bus, without those that vary."""
+    """Return the bytes of the first record of a new bus, without the varying fields."""
     with shmbus.Bus.create(name, "1MiB"), shmbus.Producer(name, checksum=checksum) as producer:
         put(producer)
         segment = SegmentFile(name)

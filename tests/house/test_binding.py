@@ -1,4 +1,4 @@
-"""How the binding is laid out: names that say the layer, what headers declare, who knows whom."""
+"""Layout of the binding: names with their layer, declarations of headers, and allowed includes."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.M)
 
 
 def definitions(path: Path) -> Iterator[tuple[str, bool]]:
-    """Name of each function that a file defines, and whether no other file sees it."""
+    """Return each function defined by a file, and whether it is static."""
     text = path.read_text()
     for match in _DEFINITION.finditer(text):
         end = re.search(r"[;{]", text[match.end() :])
@@ -55,7 +55,7 @@ def calls() -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[str]:
-    """Nodes that can be reached from themselves."""
+    """Return the nodes on a circle."""
     reached = {node: set(known) - {node} for node, known in graph.items()}
     for middle in graph:
         for node in graph:

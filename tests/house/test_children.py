@@ -1,4 +1,4 @@
-"""A child that a fork server starts is what a fresh interpreter would be (fork_server.py)."""
+"""A fork server's child equals a fresh interpreter (fork_server.py)."""
 
 import json
 import os
@@ -27,7 +27,7 @@ print("to the other stream", file=sys.stderr)
 
 
 def test_it_has_what_a_fresh_one_has(spawn: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # as an import of Ray in any test leaves it
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # left behind by an import of Ray in any test
     forked = spawn.script(FACTS, "a b", 7)
     fresh = spawn.script(FACTS, "a b", 7, fresh=True)
     assert isinstance(forked.popen, Forked) and not isinstance(fresh.popen, Forked)
@@ -67,7 +67,7 @@ def test_it_ends_as_a_fresh_one_does(
 
 
 def test_ctrl_c_and_a_stop_reach_it(spawn: Spawner) -> None:
-    # Short sleeps: Python misses a signal that comes just before a sleep until that ends.
+    # Short sleeps: a signal just before a sleep goes unnoticed until its end.
     child = spawn.script("import time; print('ready')\nwhile True: time.sleep(0.05)")
     child.expect("ready")
     child.send_signal(signal.SIGSTOP)

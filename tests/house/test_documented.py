@@ -38,7 +38,7 @@ MODULES = [
     "shmbus.batch.gather",
 ]
 
-#: What C functions raise by themselves, beside what a caller's own code does.
+#: Errors raised by C functions themselves, beside a caller's own code.
 RAISED_IN_C = {
     "Producer.put": {
         "TypeError", "ValueError", "RecordTooLargeError", "BusFullError", "BusClosedError",
@@ -63,7 +63,7 @@ RAISED_IN_C = {
     "Consumer.take": {"ProtocolError", "StallError", "BusClosedError"},
 }  # fmt: skip
 
-#: Classes that users never make themselves, and who does.
+#: Classes never made by users, with their makers.
 MADE_BY_OTHERS = {
     "Bus": "Bus.create and Bus.open",
     "Publication": "WeightPublisher.publish_async",
@@ -79,7 +79,7 @@ _HEADING = re.compile(r"^(\w[\w ]*)\n-+$", re.M)
 
 
 def sections(docstring: str) -> dict[str, str]:
-    """The NumPy sections of a docstring by heading; what stands before the first is under ""."""
+    """The NumPy sections of a docstring by heading; the text before the first is under ""."""
     found: dict[str, str] = {}
     heading, begin = "", 0
     for match in _HEADING.finditer(docstring):
@@ -90,7 +90,7 @@ def sections(docstring: str) -> dict[str, str]:
 
 
 def entries(section: str) -> list[str]:
-    """Names that a section explains: "a, b : int" gives a and b."""
+    """Names explained by a section: "a, b : int" gives a and b."""
     heads = re.findall(r"^(\S.*)$", section, re.M)
     names = [name.strip() for head in heads for name in head.split(" : ")[0].split(",")]
     return [name.rpartition(".")[2].lstrip("*") for name in names if name]
@@ -101,7 +101,7 @@ def is_ours(module: str) -> bool:
 
 
 def is_data(kind: type) -> bool:
-    """Whether its fields are its parameters: a Struct, a dataclass, a NamedTuple, an exception."""
+    """Whether fields equal parameters: a Struct, a dataclass, a NamedTuple, an exception."""
     return (
         issubclass(kind, BaseException)
         or hasattr(kind, "__struct_fields__")
@@ -111,7 +111,7 @@ def is_data(kind: type) -> bool:
 
 
 def public_members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Methods and properties of a class, of bases of ours too, each by its first definition."""
+    """Methods and properties of a class and its bases here, each by its first definition."""
     seen: set[str] = set()
     for base in kind.__mro__:
         if not is_ours(base.__module__):
@@ -125,7 +125,7 @@ def public_members(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def documented() -> dict[str, Any]:
-    """Every public callable and property, by the name that users know it by."""
+    """Every public callable and property, by its name for users."""
     found: dict[str, Any] = {}
     for module_name in MODULES:
         module = importlib.import_module(module_name)
@@ -196,7 +196,7 @@ def returns_something(name: str, value: Any) -> bool:
 
 
 def raised(value: Any) -> set[str]:
-    """Types that its own body raises, without what it calls."""
+    """Types raised in its own body, without its callees."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(unwrapped(value))))
     except (OSError, TypeError):
@@ -219,7 +219,7 @@ def fields_of(kind: type) -> list[str]:
 
 
 def docstring_of(value: Any) -> str:
-    """A docstring, or that of the callable it names: "as `WeightSource.iter_local` does"."""
+    """A docstring, or the docstring of a named callable: "as `WeightSource.iter_local` does"."""
     text = inspect.cleandoc(inspect.getdoc(unwrapped(value)) or "")
     same = re.fullmatch(r".*\bas `(\w+\.\w+)` does\.", text)
     return text if same is None else docstring_of(DOCUMENTED[same[1]])
@@ -239,7 +239,7 @@ def test_each_public_callable_has_a_docstring() -> None:
 
 
 def blocking_form(name: str) -> str | None:
-    """The method that a coroutine is another form of: of `aput` that is `put`."""
+    """The blocking twin of a coroutine: `put` of `aput`."""
     kind, _, method = name.rpartition(".")
     sibling = f"{kind}.{method[1:]}"
     return sibling if method.startswith("a") and sibling in DOCUMENTED else None
@@ -301,7 +301,7 @@ def test_what_is_returned_is_said() -> None:
         text = docstring_of(value)
         told = bool({"Returns", "Yields"} & sections(text).keys())
         if not told and not parameters(name, value) and text.startswith("Return "):
-            continue  # all there is to say, and said in a sentence
+            continue  # a sentence says everything
         if told != returns_something(name, value):
             offences.append(f"{name}: {'does not return' if told else 'returns'} something")
     report(offences)
@@ -375,7 +375,7 @@ def test_an_attribute_of_a_c_class_says_what_its_class_says_of_it() -> None:
 
 
 EXAMPLES = sorted(name for name, value in DOCUMENTED.items() if ">>>" in docstring_of(value))
-#: Those that make a bus of their own; others show what to do with a handle that the reader has.
+#: Examples with a bus of their own; the rest use a handle of the reader's.
 WHOLE_EXAMPLES = [name for name in EXAMPLES if "Bus.create(" in docstring_of(DOCUMENTED[name])]
 
 

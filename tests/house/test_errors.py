@@ -1,4 +1,4 @@
-"""What is refused, by which exception, in which words, and that a refusal leaves nothing behind."""
+"""Refusals: their exception and words, without traces."""
 
 import ast
 import inspect
@@ -221,7 +221,7 @@ def assert_refused(
     error: type[Exception] | tuple[type[Exception], ...],
     words: list[str],
 ) -> str:
-    """The use raises that error with those words, and the bus is as it was and works."""
+    """The use raises the error with these words, and leaves the bus unchanged and working."""
     before = ends.consumer.stats(), ends.producer.stats().committed
     with pytest.raises(error) as caught:
         use()
@@ -245,7 +245,7 @@ def put_by(verb: str, producer: Producer, given: dict[str, Any]) -> None:
     elif verb == "put_many":
         producer.put_many([good, arguments, good], timeout=0)
     elif verb == "aput":
-        # Refused at once, so that no event loop is needed.
+        # Refused at once, without need of an event loop.
         producer.aput(**arguments, timeout=0).send(None)
     else:
         fields = {"fields": {"x": ("i4", 3)}}

@@ -1,4 +1,4 @@
-"""Which module may import which: no circle, and each floor only itself and lower floors."""
+"""Allowed imports of modules: no circle; a floor imports only itself and lower floors."""
 
 import ast
 import functools
@@ -12,8 +12,8 @@ from test_style import ROOT, SHMBUS_ALL, relative, report
 
 PACKAGES = ("shmbus", "shmbus_ext", "trainer_adapter")
 
-# From the ground up. A room is a module or a folder; the longest name that fits a module is its
-# room. It may import its own floor, in no circle, and the floors below.
+# From the ground up. A room is a module or a folder; the longest name fitting a module is its room.
+# A room may import its own floor, in no circle, and the floors below.
 FLOORS: dict[str, tuple[str, ...]] = {
     "core": ("shmbus_ext",),
     "words, numbers and waits": ("shmbus._version", "shmbus.base", "shmbus.errors"),
@@ -59,8 +59,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
 }
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS.values()) for room in rooms}
 
-# What a trainer may use of shmbus: its public names, these rooms, how files are called, how
-# programs are started, and words of messages.
+# A trainer's part of shmbus: public names, these rooms, names of files, starts of programs, and
+# words of messages.
 OPEN_TO_TRAINERS = (
     "shmbus.base.arguments.",
     "shmbus.base.closing.ClosedByWith",
@@ -122,7 +122,7 @@ OPEN_TO_THE_RECORDER = (
     "shmbus.handles.session.",
 )
 
-# A rollout worker is one of many: importing what it needs loads none of these rooms.
+# A rollout worker has many siblings: its imports load none of these rooms.
 NOT_FOR_A_PRODUCER = (
     "shmbus.client",
     "shmbus.control",
@@ -144,7 +144,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Each name that a file imports, in full: `from a import b` gives a.b."""
+    """Yield a file's imported names in full: `from a import b` gives a.b."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

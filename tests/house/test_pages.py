@@ -19,7 +19,7 @@ FOUND = sorted(
         *("README.md", "CONTRIBUTING.md", "bench/README.md", "docs/adapters/README.md"),
     ]
 )
-#: Tests that run every block of a page, in its order.
+#: Tests that run every block of a page, in order.
 WHOLE = {
     "docs/faq.md": "tests/house/test_faq.py",
     "docs/first-hour.md": "tests/examples/test_first_hour.py",
@@ -53,7 +53,7 @@ def commands(code: str) -> Iterator[list[str]]:
     text = ""
     for line in code.replace("\\\n", " ").splitlines():
         text += line + "\n"
-        with contextlib.suppress(ValueError):  # a quote is open
+        with contextlib.suppress(ValueError):  # an open quote
             words = shlex.split(text, comments=True)
             text = ""
             if words:

@@ -28,8 +28,8 @@ from trainer_adapter import LogprobMismatch, OnlineDataHandler
 NOBODY = 65534
 SECRET = b"of the victim" * 1000
 
-#: Each file of ours that others may plant: where it is, and who opens it. Those that make it where
-#: there is none come last.
+#: Files that strangers may plant: place, and opener. Openers that would make a missing file come
+#: last.
 Use = Callable[[str, Path], Any]
 OPENED: dict[str, tuple[Callable[[str, Path], str], Use]] = {
     "bus": (lambda bus, _: shm_path(f"{bus}.planted"), lambda bus, _: Producer(f"{bus}.planted")),
@@ -102,7 +102,7 @@ PLANTS = [
 
 @pytest.fixture
 def folder(bus_name: str) -> Iterator[Path]:
-    """A folder in /dev/shm, for what is no companion, and for a victim's file."""
+    """A folder in /dev/shm, for non-companions and a victim's file."""
     made = Path(f"/dev/shm/shmbus-planted.{bus_name}")
     made.mkdir()
     yield made

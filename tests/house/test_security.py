@@ -65,7 +65,7 @@ denied(lambda: open(f"/proc/{os.getppid()}/mem", "rb"), PermissionError)
 
 @needs_root
 def test_a_bus_that_another_user_planted_is_refused(bus_name: str, spawn: Spawner) -> None:
-    """Its owner could read what is put, and end by truncation whoever has mapped it."""
+    """Its owner could read puts, and end every mapping process by truncation."""
     script = (
         BECOME_NOBODY
         + """

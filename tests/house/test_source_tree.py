@@ -40,7 +40,7 @@ def test_a_wheel_of_another_c_library_is_a_sentence(tmp_path: Path) -> None:
     own = Path(_core.__file__)
     content = own.read_bytes()
     assert b"\0libc.so.6\0" in content
-    # As where musl stands in glibc's place: what the core was linked with is not there.
+    # As with musl in glibc's place: the core's linked library is missing.
     foreign = content.replace(b"\0libc.so.6\0", b"\0libz.so.0\0")
     (tmp_path / "shmbus_ext" / own.name).write_bytes(foreign)
     done = subprocess.run(

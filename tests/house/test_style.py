@@ -184,7 +184,7 @@ def test_each_part_knows_only_what_it_should() -> None:
 
 
 def test_importing_shmbus_loads_no_torch() -> None:
-    # In an interpreter of its own: this one has loaded torch for other tests.
+    # In a fresh interpreter: this one loaded torch for earlier tests.
     code = "import shmbus, sys; print(sorted(m for m in sys.modules if m.startswith('torch')))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -208,7 +208,7 @@ def test_each_package_says_that_it_is_typed(package: str) -> None:
 
 
 def test_no_two_files_of_the_suite_have_one_name() -> None:
-    """They are modules without a package: of two with one name, one cannot be imported."""
+    """Modules without a package: of two with the same name only one can be imported."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         found.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
@@ -216,7 +216,7 @@ def test_no_two_files_of_the_suite_have_one_name() -> None:
 
 
 def test_nothing_is_left_to_do() -> None:
-    # Put together here, so that this file doesn't report itself.
+    # Joined here, to keep this file out of the report.
     marks = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
     report(
         [

@@ -1,10 +1,10 @@
-"""Wrong arguments of public calls: one table a promise, and one test for each.
+"""Wrong arguments of public calls: a table and a test for each promise.
 
-- What a call is given is a parameter of the public surface. What comes is TypeError, ValueError or
-  one of `shmbus`' own errors, never an error from the inside.
-- A wrong value is refused by the option's name, and the message has the value or the value's type.
-  NumPy's and torch's own error, that the truth of an array is ambiguous, names no option.
-- A handle that was refused its arguments holds no bus.
+- A call's argument is a parameter of the public surface. The error is TypeError, ValueError or an
+  error of `shmbus`, never an error from the inside.
+- A refusal names the option, and its message shows the value or the value's type. NumPy's and
+  torch's own error, about the ambiguous truth of an array, names no option.
+- A handle with refused arguments holds no bus.
 """
 
 import datetime
@@ -66,16 +66,16 @@ TOKENS = np.arange(4, dtype=np.int32)
 
 
 class Number(enum.IntEnum):
-    """An int that is no exact int."""
+    """An int subclass."""
 
     ONE = 1
 
 
 class Text(str):
-    """A str that is no exact str."""
+    """A str subclass."""
 
 
-#: What a user may pass by mistake, or a hostile colleague on purpose.
+#: Values a user may pass by mistake, or a hostile colleague on purpose.
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63 - 1, 2**63, 2**64, 10**400, -(10**400), 0.0, -0.0,
     1.5, float("nan"), float("inf"), -float("inf"), "", "a", "x" * 256, "é" * 128, "\ud800", "\0",
@@ -87,7 +87,7 @@ VALUES: list[Any] = [
     np.zeros(1, [("a", "i4")]), 1 + 2j, decimal.Decimal("1.5"), datetime.datetime(2026, 1, 1),
     range(3), memoryview(b"abc"), Ellipsis, NotImplemented, Exception("x"),
 ]  # fmt: skip
-#: Errors that a call raises for its own arguments.
+#: Errors of a call for its own arguments.
 OWN_ERRORS = (TypeError, ValueError, shmbus.ShmbusError)
 
 Call = Callable[[Any], object]
@@ -110,7 +110,7 @@ def handles(bus_name: str) -> Iterator[tuple[Bus, Producer, Feeder]]:
 
 
 def faults(call: Call, values: list[Any] = VALUES) -> list[str]:
-    """What a call lets through that is not its own error, or says by a codec's words."""
+    """Return a call's foreign error, or an error in a codec's words."""
     found = []
     for value in values:
         try:
@@ -125,7 +125,7 @@ def faults(call: Call, values: list[Any] = VALUES) -> list[str]:
 
 
 def test_sample_names_are_checked_alike_everywhere(handles: tuple[Bus, Producer, Feeder]) -> None:
-    """`put` says what an id and a round are; begin, abandon, cancelled and request agree."""
+    """`put` defines an id and a round; begin, abandon, cancelled and request agree."""
     _, producer, feeder = handles
 
     def refused(call: Call, value: object) -> type[Exception] | None:

@@ -127,7 +127,7 @@ def taker(request: pytest.FixtureRequest, servers: dict[str, Server]) -> Server:
 
 
 class Form(NamedTuple):
-    """A request to the path that is read, or `path`, and its status by server."""
+    """Send a request to the read path, or `path`; return its status by server."""
 
     status: int | dict[str, int]
     method: str = "GET"
@@ -330,7 +330,7 @@ def test_a_body_that_does_not_come_is_refused_by_its_deadline(
 @pytest.mark.parametrize(
     ("looks", "ended"),
     [
-        # Seconds since the last look, bytes since then, other bodies that wait.
+        # Seconds and bytes since the last look, and waiting bodies.
         ([(1, 0, True), (1, 0, True)], True),
         ([(1, 0, True), (1, 1, True), (1, 0, True)], False),
         ([(1, 0, False), (1, 0, False), (1, 0, True)], False),

@@ -1,4 +1,4 @@
-"""Sums over the last minute: never more than a minute has, and nothing of what nobody watched."""
+"""Sums over the last minute: never more than a minute's worth, and nothing unwatched."""
 
 from collections.abc import Iterator
 

@@ -21,7 +21,7 @@ from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from trainer_adapter import OnlineDataHandler
 
 GROUPS, SIZE = 4, 2
-#: Seconds in which a process that was woken sleeps again.
+#: Seconds until a woken process sleeps again.
 SETTLE_S = 0.3
 
 TRAINER = """
@@ -118,7 +118,7 @@ time.sleep(600)
 
 
 class Scene:
-    """A bus, its reader and its workers, as processes of their own."""
+    """A bus, its reader and its workers, in separate processes."""
 
     def __init__(
         self, name: str, spawn: Spawner, daemon: Callable[..., Daemon], served: bool
@@ -140,7 +140,7 @@ class Scene:
             Bus.create(self.name, "1MiB").close()
 
     def trainer(self, offered: int = GROUPS, taken: int = 0, then: str = "train") -> Child:
-        """Start a trainer; it has offered when this returns."""
+        """Start a trainer; return after its offer."""
         child = self._spawn.script(TRAINER, self.name, offered, taken, then, self.retries)
         child.expect("offered")
         return child
@@ -156,13 +156,13 @@ class Scene:
         return child
 
     def worker(self, then: str = "hold", answers: int = 0, line: str = "ready") -> Child:
-        """Start a worker; it has done what it shall when this returns."""
+        """Start a worker; return after its work."""
         child = self._spawn.script(WORKER, self.name, answers, then)
         child.expect(line)
         return child
 
     def stop(self, child: Child) -> None:
-        """SIGSTOP, until the row is over."""
+        """Send SIGSTOP, until the row is over."""
         child.send_signal(signal.SIGSTOP)
         self.stopped.append(child)
 
@@ -284,7 +284,7 @@ def all_given_up(scene: Scene) -> None:
     scene.trainer(then="wait")
     scene.worker("refuse")
     scene.until(lambda status: status.groups_given_up == GROUPS and waits(status))
-    time.sleep(SETTLE_S)  # what the last failure wakes the trainer for
+    time.sleep(SETTLE_S)  # for the trainer, woken by the last failure
     scene.until(waits)
 
 
@@ -315,7 +315,7 @@ def all_fail_in_changing_words(scene: Scene) -> None:
 
 
 def trainer_busy(scene: Scene) -> None:
-    """It trains on one group, while the others are complete."""
+    """A trainer trains on a group, beside complete groups."""
     scene.begin()
     trainer = scene.trainer(taken=1)
     scene.worker("idle", answers=SIZE)
@@ -373,7 +373,7 @@ def nobody_reads(scene: Scene) -> None:
 
 
 def slow_worker(scene: Scene) -> Child:
-    """Of three workers, each with an index of its own, the one whose last samples are missing."""
+    """Return the worker with the missing last samples, out of three with an index each."""
     scene.begin()
     scene.trainer(offered=0, then="wait").expect("ready")
     scene.worker("third0")
@@ -458,7 +458,7 @@ def trainer_stopped_since_the_daemon_before(scene: Scene) -> None:
 
 
 def trainer_stopped_beside_its_successor(scene: Scene) -> None:
-    """All that the new one waits for may be what the stopped one holds."""
+    """A new trainer waits for groups perhaps in a stopped trainer's hands."""
     trainer_stopped_since_the_daemon_before(scene)
     scene.trainer(offered=0, then="wait").expect("ready")
     scene.until(waits)
@@ -477,7 +477,7 @@ def waits(status: BusStatus) -> bool:
 
 
 class Row(NamedTuple):
-    """A state, and what is said of it; `where` says which of the two it can be made in."""
+    """A state and its sentence; `where` tells with or without a daemon."""
 
     make: Callable[[Scene], None]
     says: str
@@ -582,7 +582,7 @@ TABLE = [
 
 
 def sentence_of(status: BusStatus) -> str:
-    """What is said of a status that was walked."""
+    """Return the sentence for a walked status."""
     assert status.verdict is not None
     return status.verdict.sentence
 

@@ -1,4 +1,4 @@
-"""The watchdog: who waits on a bus where nothing moves is told so, and told why."""
+"""The watchdog: a waiter on a bus without movement learns of it, and of the cause."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from trainer_adapter import OnlineDataHandler
 
 Served = Callable[..., Daemon]
 
-#: Short beside any deadline here; the watch looks four times in it.
+#: Short beside any deadline here; the watch looks four times within.
 PERIOD_S = 0.2
 
 
@@ -107,7 +107,7 @@ def test_a_bus_where_others_move_has_not_stalled(served: str) -> None:
         Producer(served) as producer,
         Consumer(served, on_stall=reports.append, stall_timeout=PERIOD_S) as consumer,
     ):
-        # Waits of less than a slice, so that something moves before each look, on any machine.
+        # Waits shorter than a slice: something moves before each look, on any machine.
         for number in range(50):
             put(producer, f"never-{number}", 0)
             assert consumer.take(timeout=PERIOD_S / 10) == []
@@ -218,7 +218,7 @@ def test_one_worker_logs(bus_name: str, spawn: Spawner, caplog: pytest.LogCaptur
             stack.enter_context(Producer(bus_name, label=f"w-{number}", stall_timeout=PERIOD_S))
             for number in range(30)
         ]
-        dead = spawn.script(DIES, bus_name)  # behind the others: the report names the dead first
+        dead = spawn.script(DIES, bus_name)  # started last: the report names the dead first
         dead.wait()
         began_s = time.monotonic()
         with caplog.at_level(logging.WARNING, "shmbus.stall"):
@@ -253,7 +253,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default bounds, a thousandth of them, and no end where a living worker may be at work."""
+    """The default bounds, a thousandth of them, and no end beside a perhaps working worker."""
     monkeypatch.setattr(limits, "STALL_REPORT_S", PERIOD_S)
     monkeypatch.setattr(limits, "STALL_DEAD_S", 2 * PERIOD_S)
     monkeypatch.setattr(limits, "STALL_SLOW_S", 3600.0)
@@ -286,7 +286,7 @@ def test_a_slow_run_goes_on(served: str, state: str, caplog: pytest.LogCaptureFi
         if state == "a pause":
             Bus.open(served).resume()
         with pytest.raises(StallError):
-            consumer.take(timeout=None)  # nobody is left who could go on
+            consumer.take(timeout=None)  # no process remains that could go on
 
 
 @pytest.mark.usefixtures("hasty")

@@ -178,7 +178,7 @@ def test_slices_of_any_history_do_not_cross(monkeypatch: pytest.MonkeyPatch) -> 
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    monkeypatch.setattr(trace_events, "MAX_OPEN", 5)  # so that some ends are not seen
+    monkeypatch.setattr(trace_events, "MAX_OPEN", 5)  # hides some ends
     trace = TraceEvents("run1")
     at, made = 1000.0, []
     kinds = ("leased", "leased", "acknowledged", "given_back", "dropped", "failed", "paused",

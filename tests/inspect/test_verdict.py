@@ -1,4 +1,4 @@
-"""One sentence about a bus: what the bottleneck is, who causes it, and what to do."""
+"""A sentence about a bus: the bottleneck, its cause, and the remedy."""
 
 import re
 from collections.abc import Callable

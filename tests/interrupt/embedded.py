@@ -1,11 +1,11 @@
-"""Interrupts every step of a Consumer that reads the ring itself, and audits after each.
+"""Interrupts every step of a Consumer that reads the ring itself, and audits after each step.
 
-Usage: ``python tests/interrupt/embedded.py NAME [OPERATION...]``. Prints one JSON line: how many
-exceptions were raised, and what was wrong after which. ``sweep.py`` runs it with other shapes.
+Usage: ``python tests/interrupt/embedded.py NAME [OPERATION...]``. Prints a JSON line: the number of
+exceptions, and the faults after each. ``sweep.py`` uses further shapes.
 
-After each one: the ledger balances; the operation, called again, succeeds or says that it has
-happened already; every group is delivered once more, or was acknowledged; nothing is leased that
-nobody holds. The exception and its traceback are kept until then, as a notebook keeps them.
+After an exception: the ledger balances; the repeated operation succeeds or reports its earlier
+success; every group is delivered once more, or was acknowledged; every lease has a holder. The
+exception and its traceback live until then, as in a notebook.
 """
 
 import functools
@@ -24,21 +24,21 @@ import shmbus
 
 DATA = np.arange(7, dtype=np.int32)
 
-#: The injection under way, for whoever audits.
+#: The current injection, for an audit.
 LATEST: list[Injection] = []
 
-#: The latest exception with its traceback, as a notebook keeps them until the next.
+#: The latest exception with its traceback, kept as in a notebook until the next.
 KEPT: list[Injected] = []
 
-#: Exceptions that were raised in calls which repeat an interrupted one.
+#: Exceptions raised in repeated calls.
 REPEATED: list[str] = []
 
 
 @dataclass
 class Shape:
-    """What an operation meets; a seeded shape differs from round to round.
+    """Circumstances of an operation; a seeded shape differs from round to round.
 
-    With `rng`, the call that repeats an interrupted one may be interrupted too.
+    With `rng`, the repeated call may be interrupted too.
     """
 
     samples: int = 2
@@ -55,7 +55,7 @@ SHAPE = Shape()
 
 
 class Fault(Exception):
-    """A promise that did not hold."""
+    """A broken promise."""
 
 
 class Outcome(NamedTuple):
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
 
 class Case:
-    """One operation over a bus with a few groups."""
+    """An operation over a bus with a few groups."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name = name
@@ -102,7 +102,7 @@ class Case:
                 extra(key)
 
     def take(self, count: int = 64, held: int = 0) -> list[shmbus.Group]:
-        """All that comes, besides `held` groups."""
+        """Take every group beside `held` groups."""
         found: list[shmbus.Group] = []
         for _ in range(8):
             found += self.consumer.take(count, 0)
@@ -129,7 +129,7 @@ class Case:
         return outcome
 
     def audit(self, held: list[shmbus.Group], done: set[str]) -> None:
-        """Nothing is lost: what is not done is held, or comes again, once."""
+        """Check for losses: an undone group is held, or comes again, once."""
         self.balance()
         found = [*held, *self.take(held=len(held))]
         keys = sorted(group.instance_id for group in found)
@@ -144,14 +144,14 @@ class Case:
         self.check_empty()
 
 
-#: An event of a call that repeats another is among the first so many.
+#: An event of a repeated call lies among the first so many.
 REPEATED_EVENTS = 80
 
 
 def again(operate: FunctionType) -> None:
-    """An operation that was interrupted, repeated: it succeeds, or has happened already.
+    """Repeat an interrupted operation: it succeeds, or reports its earlier success.
 
-    Under a seed half of them are interrupted again before, once.
+    Under a seed half of the repetitions are interrupted again first, once.
     """
     if SHAPE.rng is not None and SHAPE.rng.random() < 0.5:
         injection = Injection(SHAPE.rng.randint(1, REPEATED_EVENTS), operate.__code__.co_filename)
@@ -230,7 +230,7 @@ def within(case: Case, at: int) -> None:
 
 
 def failing(case: Case, at: int) -> None:
-    """A take that meets a duplicate, a size mismatch and a failed sample."""
+    """Take across a duplicate, a size mismatch and a failed sample."""
 
     def extra(key: str) -> None:
         put = case.producer.put
@@ -265,7 +265,7 @@ def counting(case: Case, at: int) -> None:
 
 
 def reattach(case: Case, at: int) -> None:
-    """Attach again; after an attach that was interrupted nothing is attached."""
+    """Attach again; an interrupted attach leaves nothing attached."""
     case.consumer.close()
 
     def operate() -> object:
@@ -312,7 +312,7 @@ OPERATIONS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
 def every(
     make: Callable[[], Any], run: Callable[[Any, int], object], first: int = 1, step: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """Interrupt each event of an operation, or some; yield where, and what was wrong after it."""
+    """Interrupt each event of an operation, or some; yield the place and the fault after it."""
     at = first - step
     case = make()
     try:
@@ -340,7 +340,7 @@ def report_of(
     operations: dict[str, tuple[dict[str, Any], Callable[[Any, int], object]]],
     make: Callable[..., Any],
 ) -> dict[str, Any]:
-    """Run what the command line says; how many exceptions were raised in each, and what was wrong.
+    """Run the command line; return the exceptions raised in each operation, and the faults.
 
     The arguments after the bus's name are operations, ``--seed N`` for the shape of a seed, and
     ``--from FIRST --step N`` for each Nth event only.

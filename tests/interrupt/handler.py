@@ -1,8 +1,8 @@
-"""Interrupts every step of an OnlineDataHandler, and audits after each.
+"""Interrupts every step of an OnlineDataHandler, and audits after each step.
 
-Usage: ``python tests/interrupt/handler.py NAME [OPERATION...] [--seed N]``; as `embedded.py`, whose
-promises it checks: the groups of batches here. A name that begins ``served-`` is of a handler of a
-daemon, ``rank-`` of one of two ranks; what ends in ``-prefetch`` has batches made ahead.
+Usage: ``python tests/interrupt/handler.py NAME [OPERATION...] [--seed N]``; checks the promises of
+`embedded.py` for the groups of batches. A name beginning with ``served-`` uses a daemon's handler,
+``rank-`` a handler of two ranks; the ending ``-prefetch`` makes batches ahead.
 """
 
 import functools
@@ -19,16 +19,16 @@ from embedded import Fault, again, interrupt
 import shmbus
 from trainer_adapter import Batch, OnlineDataHandler
 
-#: Groups of one batch of one rank; a round has enough for three, or one of each rank.
+#: Groups of a rank's batch; a round suffices for three, or a batch for each rank.
 BATCH = 2
-#: Seconds within which all that was put comes as batches.
+#: Seconds for every put group to come in a batch.
 PATIENCE_S = 30.0
-#: Seconds that one request for a batch waits.
+#: Seconds of a wait for a batch.
 SLICE_S = 0.5
 
 
 class Case(embedded.Case):
-    """A handler over a bus with a few groups; its own, or a daemon's, or one of two ranks."""
+    """A handler over a bus with a few groups; embedded, a daemon's, or of two ranks."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.name = name
@@ -77,12 +77,12 @@ class Case(embedded.Case):
         return ledger
 
     def batches(self, wanted: set[str]) -> list[tuple[OnlineDataHandler, Batch]]:
-        """What all ranks are given until all that is wanted has come, or time is over."""
+        """Collect the batches of every rank until the wanted groups came, or time is over."""
         found: list[tuple[OnlineDataHandler, Batch]] = []
         left = set(wanted)
         deadline = time.monotonic() + PATIENCE_S
         while left and time.monotonic() < deadline:
-            # The first rank has had its part of a step, in most operations.
+            # In most operations the first rank had its part of a step.
             for handler in [*self.others, self.handler]:
                 try:
                     batch = handler.next_batch(timeout=SLICE_S)
@@ -95,7 +95,7 @@ class Case(embedded.Case):
         return found
 
     def audit_batches(self, held: list[Batch], done: set[str]) -> None:
-        """Nothing is lost, and nothing comes twice; `held` is of the first rank."""
+        """Check for losses and repetitions; `held` belongs to the first rank."""
         self.balance()
         wanted = self.put - done
         keys = [group.instance_id for batch in held for group in batch.groups]
@@ -108,12 +108,12 @@ class Case(embedded.Case):
             handler.ack(batch)
         self.balance()
         for handler in self.others:
-            handler.stats()  # behind its acknowledgements
+            handler.stats()  # after its acknowledgements
         self.check_empty()
 
 
 def nexting(case: Case, at: int) -> None:
-    """What left by the exception comes again; what was returned is listed."""
+    """A batch lost by the exception comes again; a returned batch is listed."""
     case.offer_round()
 
     def operate() -> object:
@@ -127,7 +127,7 @@ def nexting(case: Case, at: int) -> None:
 
 
 def nexting_twice(case: Case, at: int) -> None:
-    """The trainer keeps nothing of the next call either; the handler lists it."""
+    """The trainer also loses the next call's batch; the handler lists the batch."""
     case.offer_round()
 
     def operate() -> object:
@@ -139,7 +139,7 @@ def nexting_twice(case: Case, at: int) -> None:
 
 
 def offering(case: Case, at: int) -> None:
-    """Each prompt of an iterator, which gives it once, is offered once."""
+    """Each prompt of a single-pass iterator is offered once."""
     count = BATCH * case.ranks
     prompts = iter([(f"q{number}", [number]) for number in range(2 * count)])
 
@@ -152,14 +152,14 @@ def offering(case: Case, at: int) -> None:
         raise Fault(f"the state stands at {position}")
     if kept is not None:
         again(operate)
-    # One call offers for a tenth of a second, which two prompts may take on a busy machine.
+    # A call offers for a tenth of a second: two prompts' worth on a busy machine.
     for _ in range(count):
         if len(case.handler._consumer.open_requests()) < count:
             again(operate)
     found = case.handler._consumer.open_requests()
     if found != [(f"q{number}", number, "train") for number in range(count)]:
         raise Fault(f"open are {found}")
-    # The next handler has no prompts that would take the place of these.
+    # The next handler has no prompts to replace these.
     case.handler.close()
     case.put = set()
     while (request := case.producer.requests.next(timeout=0)) is not None:
@@ -213,7 +213,7 @@ def loading(case: Case, at: int) -> None:
 
 
 def attaching(case: Case, at: int) -> None:
-    """A handler whose construction was interrupted holds no place: the next one gets it."""
+    """A handler with an interrupted construction holds no place: the next handler gets it."""
     case.offer_round()
     case.handler.close()
 
@@ -256,7 +256,7 @@ _VERBS |= {
 OPERATIONS = dict(_VERBS)
 for place, where in (("served-", {"served": True}), ("rank-", {"ranks": 2})):
     for verb, (options, run) in _VERBS.items():
-        # The policy of stale groups is the daemon's own there.
+        # A daemon owns the policy of stale groups.
         if verb != "next-stale":
             OPERATIONS[place + verb] = ({**options, **where}, run)
 

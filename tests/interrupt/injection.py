@@ -1,15 +1,13 @@
 """Raises an exception at a chosen event of this thread: a line, a call, a return, or a call into C.
 
-A signal's handler may raise wherever the interpreter looks for signals: when a function begins,
-when a call returns, when a loop goes back. This is a superset of that, with three exceptions.
-Between the end of a `with` block and the call of its `__exit__` the interpreter never looks, nor
-where it does nothing. And what a constructor made is nobody's when it returns: an exception there
-would keep it by its own frame, where a real one finds it on the stack of the caller, which drops
-it. `Injection(k)` raises at the k-th event inside the packages, once; counting the events first
-tells how many there are.
+A signal's handler may raise wherever the interpreter looks for signals: at a function's begin,
+after a call, at a loop's jump back. Injections cover a superset, with three exceptions. The
+interpreter never looks between the end of a `with` block and the call of its `__exit__`, nor at
+empty steps. At a constructor's return, an exception would keep the new object by the constructor's
+frame; a real exception finds the object on the caller's stack, which drops the object.
+`Injection(k)` raises once, at the k-th event inside the packages; a first run counts the events.
 
-Invariant: an injection changes nothing but that; where it has raised, or its block is over, tracing
-is off.
+Invariant: an injection changes nothing else; after its exception, or its block, tracing is off.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ __all__ = ["Injected", "Injection", "count_events"]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = tuple(f"{ROOT / name}/" for name in ("shmbus", "shmbus_ext", "trainer_adapter"))
 
-#: Small functions of the standard library that have what is ours in their variables for a moment.
+#: Small functions of the standard library with our objects in their variables for a moment.
 HELPERS = tuple(
     f"{Path(sysconfig.get_path('stdlib')) / name}.py"
     for name in ("typing", "contextlib", "functools", "copy", "dataclasses", "enum")
@@ -35,16 +33,16 @@ HELPERS = tuple(
 
 
 class Injected(BaseException):
-    """What is raised; like KeyboardInterrupt it is no Exception."""
+    """The injected exception; like KeyboardInterrupt no Exception."""
 
 
-#: Found by the number of a code object, which is kept: its hash is one of all that is in it, and is
-#: asked for at every event.
+#: By the identity of a code object, kept alive: a hash of the object would read its whole content
+#: at every event.
 _EXITS: dict[int, tuple[CodeType, frozenset[int]]] = {}
 
 
 def exits_of(code: CodeType) -> frozenset[int]:
-    """Return the offsets at which the block of a `with` is over, and its `__exit__` not called."""
+    """Return the offsets after a `with` block and before the call of its `__exit__`."""
     found = _EXITS.get(id(code))
     if found is None:
         found = _EXITS[id(code)] = (code, _find_exits(code))
@@ -52,17 +50,16 @@ def exits_of(code: CodeType) -> frozenset[int]:
 
 
 def _find_exits(code: CodeType) -> frozenset[int]:
-    """Look for them in the bytecode.
+    """Look for the offsets in the bytecode.
 
-    Those of steps that do nothing (the line of a `try`) are among them: a `with` that begins before
-    one may not cover it.
+    Includes empty steps (the line of a `try`): a `with` that begins before them may not cover them.
     """
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     found = {step.offset for step in steps if step.opname == "NOP"}
     for at in range(len(steps)):
         names = [step.opname for step in steps[at : at + 5]]
         if "WITH_EXCEPT_START" in names[:2] and names[0] in ("PUSH_EXC_INFO", "WITH_EXCEPT_START"):
-            # The block was left by an exception.
+            # An exception left the block.
             found.add(steps[at].offset)
         nones = [step.opname == "LOAD_CONST" and step.argval is None for step in steps[at:][:3]]
         if nones == [True, True, True] and "CALL" in names[3:]:
@@ -79,9 +76,9 @@ def _find_exits(code: CodeType) -> frozenset[int]:
 
 
 class Injection:
-    """Raises `Injected` at the `at`-th event of the block that it manages; 0 only counts events.
+    """Raises `Injected` at the `at`-th event of its block; 0 only counts events.
 
-    Calls into C count too in functions of the file `caller`, which call the library.
+    Calls into C count too in functions of the file `caller`, a user of the library.
     """
 
     def __init__(self, at: int, caller: str) -> None:
@@ -118,7 +115,7 @@ class Injection:
 
     def _meet(self, frame: FrameType, event: str) -> None:
         name = frame.f_code.co_name
-        # What is raised in a finalizer reaches nobody.
+        # An exception in a finalizer reaches no caller.
         if self.where or name == "__del__" or (event == "return" and name == "__init__"):
             return
         if (
@@ -135,7 +132,7 @@ class Injection:
             raise Injected(self.where)
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        # What a function returns: a real handler is not told, so it does not keep it alive.
+        # Drop a function's result: a real handler would not keep the object alive.
         del argument
         if not self._is_ours(frame):
             return None
@@ -144,7 +141,7 @@ class Injection:
         return self._trace
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        # Of another event the argument is what a function returns, at which nobody looks here.
+        # For further events the argument is a function's result, unused here.
         if event in ("c_call", "c_return") and (
             self._is_ours(frame)
             or (frame.f_code.co_filename == self._caller and frame.f_code.co_name == "operate")

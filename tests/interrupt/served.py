@@ -1,7 +1,7 @@
-"""Interrupts every step of a Consumer of a daemon, one or two ranks, and audits after each.
+"""Interrupts every step of a daemon's Consumer, one or two ranks, and audits after each step.
 
-Usage: ``python tests/interrupt/served.py NAME [OPERATION...]``; as `embedded.py`, whose promises
-it checks. The daemon is a process of its own, which nothing interrupts.
+Usage: ``python tests/interrupt/served.py NAME [OPERATION...]``; checks the promises of
+`embedded.py`. The daemon is a separate process, never interrupted.
 """
 
 import functools
@@ -19,7 +19,7 @@ from embedded import SHAPE, Fault, again, interrupt
 import shmbus
 from shmbus.client.daemon_client import DaemonClient
 
-#: Seconds for what was leased to nobody to come again.
+#: Seconds for leases without a holder to come again.
 PATIENCE_S = 30.0
 
 
@@ -40,7 +40,7 @@ def wait_for(make: Callable[[], Any]) -> Any:
 
 
 class Case(embedded.Case):
-    """Consumers of a daemon: one, or two ranks of which the first is interrupted."""
+    """Consumers of a daemon: a single consumer, or two ranks with the first interrupted."""
 
     def __init__(self, name: str, **options: Any) -> None:
         self.ranks = options.pop("ranks", 1)
@@ -64,7 +64,7 @@ class Case(embedded.Case):
         shmbus.unlink(self.name)
 
     def take(self, count: int = 64, held: int = 0) -> list[shmbus.Group]:
-        """All that comes: what is put has been read by the daemon once its ring is empty."""
+        """Take every group: an empty ring means the daemon read every put."""
         found: list[shmbus.Group] = []
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
@@ -87,7 +87,7 @@ def acknowledge_shards(case: Case, mine: list[shmbus.Group], others: list[shmbus
 
 
 def stepping(case: Case, at: int) -> None:
-    """Take a step with two ranks, interrupt the first, and take it again."""
+    """Take a step with two ranks, interrupt the first, and take the step again."""
     case.offer(groups=4)
     share = 2 * SHAPE.more
     first, (second,) = case.consumer, case.others
@@ -112,7 +112,7 @@ def stepping(case: Case, at: int) -> None:
 
 
 def polling(case: Case, at: int) -> None:
-    """A poll: the answer is there at once, whatever it is."""
+    """Poll: any answer comes at once."""
     case.offer()
 
     def operate() -> object:
@@ -122,7 +122,7 @@ def polling(case: Case, at: int) -> None:
 
 
 def ending_shard(verb: str) -> Callable[[Case, int], None]:
-    """A rank ends a group of its shard: what it gives back is its own again, and of no other."""
+    """A rank ends a group of its shard: a group given back stays in the same shard."""
 
     def run(case: Case, at: int) -> None:
         case.offer(groups=4)
@@ -152,7 +152,7 @@ def ending_shard(verb: str) -> Callable[[Case, int], None]:
 
 
 def doubting(verb: str) -> Callable[[Case, int], None]:
-    """Interrupt the call after one that was interrupted in the middle of its dialogue."""
+    """Interrupt the call after a call interrupted in the middle of its dialogue."""
 
     def run(case: Case, at: int) -> None:
         case.offer()
@@ -176,7 +176,7 @@ def doubting(verb: str) -> Callable[[Case, int], None]:
 
 
 def returning(case: Case, at: int) -> None:
-    """Attach as the rank that has just left; nobody has its place after an interrupt."""
+    """Attach as the rank that just left; an interrupted attach leaves the place free."""
     case.offer(groups=2)
     embedded.reattach(case, at)
     for consumer in (case.consumer, *case.others):

@@ -1,16 +1,15 @@
-"""Sends real signals at random instants to a process that consumes, and audits at the end.
+"""Sends real signals at random instants to a consuming process, and audits at the end.
 
-Usage: ``python tests/interrupt/signals.py NAME COUNT [SEED [MODE...]]``. Prints one JSON line a
-mode. In each mode COUNT exceptions come through of SIGINT, which Python turns into
-KeyboardInterrupt, and COUNT of SIGALRM, whose handler raises another one. The exit status is 1 if
-anything was wrong.
+Usage: ``python tests/interrupt/signals.py NAME COUNT [SEED [MODE...]]``. Prints a JSON line a mode.
+A mode lasts for COUNT exceptions from SIGINT, Python's KeyboardInterrupt, and COUNT from SIGALRM,
+whose handler raises a different exception. Exit status 1 for any fault.
 
-In some modes a signal counts wherever it comes: ``embedded``, ``served`` by a daemon, two ``ranks``
-of a daemon. There the consumer takes, acknowledges, gives back and asks for the ledger. In others
-only those count, and raise, that come within one call: ``take``, ``ack`` and ``with`` by a daemon,
-and the ``next_batch`` of a handler with prefetch: ``prefetch``, ``prefetch-served``,
-``prefetch-ranks``. In the end every group was acknowledged once, nothing else is left, and no call
-failed for another reason.
+In some modes a signal counts anywhere: ``embedded``, ``served`` by a daemon, two ``ranks`` of a
+daemon. There the consumer takes, acknowledges, gives back and asks for the ledger. In the remaining
+modes a signal counts, and raises, only within a certain call: ``take``, ``ack`` and ``with`` by a
+daemon, and the ``next_batch`` of a handler with prefetch: ``prefetch``, ``prefetch-served``,
+``prefetch-ranks``. In the end every group was acknowledged once, nothing remains, and no call
+failed for a different reason.
 """
 
 import contextlib
@@ -36,17 +35,17 @@ DATA = np.arange(7, dtype=np.int32)
 SAMPLES = 2
 SIGNALS = {signal.SIGINT, signal.SIGALRM}
 
-#: Seconds between two signals, at most; long enough for some calls, short enough for one.
+#: Longest seconds between two signals; long enough for several calls, short enough for a long call.
 PAUSE_S = 0.004
 
-#: Seconds within which a signal has become an exception that its taker has seen.
+#: Seconds from a signal to its exception in the taker.
 ANSWER_S = 10.0
 
-#: Groups that wait for the consumer, at most: it shall find some, and not drown.
+#: Most groups waiting for the consumer: enough to find, without a flood.
 AHEAD_GROUPS = 60
 
 
-#: Modes in which signals count within one call only.
+#: Modes with signals within a certain call only.
 WITHIN = ("take", "ack", "with", "prefetch", "prefetch-served", "prefetch-ranks")
 MODES = ("embedded", "served", "ranks", *WITHIN)
 
@@ -55,24 +54,24 @@ ALONE = ("embedded", "prefetch")
 
 
 class Alarm(Exception):
-    """What the handler of SIGALRM raises."""
+    """Raised by the handler of SIGALRM."""
 
 
 class Victim:
-    """The process that is interrupted; where its own records change, that waits."""
+    """The interrupted process; signals wait while its own records change."""
 
     def __init__(self, name: str, mode: str, seed: int) -> None:
         self.random = random.Random(seed)
         self.mode = mode
         self.ranks = 2 if mode.endswith("ranks") else 1
         self.consumers = self.attach(name)
-        #: Which of them is the next to do something, and what it holds.
+        #: The next to act, and its holdings.
         self.turn = 0
         self.held: list[shmbus.Group] = []
         self.acknowledged: list[str] = []
-        #: The exceptions keep their tracebacks, and those what the calls were about.
+        #: Exceptions with their tracebacks, which keep the calls' objects.
         self.kept: list[BaseException] = []
-        #: Whether a handler may raise now, and the signal of one that could not.
+        #: Whether a handler may raise now, and a signal from an unarmed moment.
         self.armed = False
         self.missed = 0
 
@@ -110,7 +109,7 @@ class Victim:
             self.end(self.consumers[0], self.mode)
 
     def operate(self) -> None:
-        """Do what may be interrupted anywhere."""
+        """Do the freely interruptible work."""
         verb = self.random.choice(["each", "list", "with", "back", "stats", "version"])
         if verb == "stats":
             self.consumers[0].stats()
@@ -138,7 +137,7 @@ class Victim:
                 group.ack()
 
     def note(self) -> None:
-        """Write down what has ended; the rest is acknowledged by the next call."""
+        """Note the ended groups; the next call acknowledges the rest."""
         self.acknowledged += [g.instance_id for g in self.held if g.state == "acknowledged"]
         self.held = [group for group in self.held if group.state == "leased"]
 
@@ -165,7 +164,7 @@ class Victim:
             self.turn = (self.turn + 1) % self.ranks
 
     def finish_held(self) -> None:
-        """Acknowledge what an interrupted call has left."""
+        """Acknowledge the remains of an interrupted call."""
         for group in self.held:
             group.ack()
         self.note()
@@ -183,10 +182,10 @@ class Victim:
 
 
 class Trainer(Victim):
-    """A handler with prefetch, whose `next_batch` is interrupted."""
+    """A handler with prefetch and an interrupted `next_batch`."""
 
     def attach(self, name: str) -> list[Any]:
-        # Only here: the others start without torch.
+        # Imported late: the remaining victims start without torch.
         from trainer_adapter import OnlineDataHandler
 
         self.batches: list[Any] = []
@@ -202,7 +201,7 @@ class Trainer(Victim):
         handler = self.consumers[self.turn]
         with contextlib.suppress(TimeoutError):
             self.arm()
-            # One step of C takes the batch from the value stack into the list.
+            # A single step of C takes the batch from the value stack into the list.
             self.batches.append(handler.next_batch(timeout=0.02))
 
     operate = work
@@ -232,7 +231,7 @@ def consume(name: str, mode: str, seed: int) -> None:
 
 
 class Feeder(threading.Thread):
-    """Puts groups until it is told to stop; an even number of them."""
+    """Puts groups until told to stop; an even number."""
 
     def __init__(self, name: str) -> None:
         super().__init__(daemon=True)

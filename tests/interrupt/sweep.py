@@ -1,13 +1,12 @@
-"""The long form: at least so many injected exceptions, over all paths, in rounds of other shapes.
+"""The long form: at least so many injected exceptions, over every path, in rounds of new shapes.
 
 Usage: ``python tests/interrupt/sweep.py NAME INJECTIONS [SEED [PATH...]]``; `make interrupts` runs
-it. Prints one JSON line a path, with the exceptions that were raised and what was wrong, and one of
-all. The exit status is 1 if anything was wrong.
+it. Prints a JSON line a path, with the raised exceptions and the faults, and a line of totals. Exit
+status 1 for any fault.
 
-Each path gets an equal part. A round goes over each event of each operation of its path. The seed
-of a round shifts what an event meets: the samples of a group, how many groups there are, and which
-of the calls that repeat an interrupted one are interrupted too. A round is run again by the command
-that a fault is printed with.
+Paths get equal parts. A round goes over each event of each operation of its path. The seed of a
+round shifts the circumstances: the samples of a group, the number of groups, and the interrupted
+calls among repetitions. A fault comes with the command that repeats its round.
 """
 
 import json
@@ -19,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 
-#: Seconds for one round: a call that hangs is a fault.
+#: Seconds for a round: a hanging call is a fault.
 ROUND_S = 600
 
 _HANDLER = ["next", "next-twice", "ack", "give-back", "state", "load", "close"]
@@ -62,7 +61,7 @@ PATHS: dict[str, tuple[str, list[str]]] = {
 
 
 def run_round(name: str, path: str, seed: int) -> dict[str, Any]:
-    """Run one round of a path; an end that is none of its own is a fault."""
+    """Run a round of a path; an end by other means is a fault."""
     script, operations = PATHS[path]
     command = [sys.executable, str(HERE / script), name, *operations, "--seed", str(seed)]
     repeat = f"python tests/interrupt/{script} {name} {' '.join(operations)} --seed {seed}"

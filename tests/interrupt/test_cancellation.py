@@ -1,4 +1,4 @@
-"""A task that is cancelled in `aput` or `wait_ready` has put nothing, and harms no other task."""
+"""A task cancelled in `aput` or `wait_ready` put nothing, and harms no other task."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ from shmbus import Bus, BusFullError, Consumer, Producer
 
 LARGE = np.zeros(20_000, np.uint8)
 
-#: Turns of the loop after which a task is cancelled: none of its waits lasts more of them before it
-#: sleeps in its thread.
+#: Turns of the loop before a cancellation: no wait takes more of them before its sleep in a
+#: thread.
 TURNS = 8
 
 
@@ -38,7 +38,7 @@ def taken(consumer: Consumer) -> list[str]:
 
 
 async def cancelled_after(turns: int, wait: Awaitable[object]) -> bool:
-    """Cancel a task after so many turns of the loop; whether that came before its end."""
+    """Cancel a task after so many turns of the loop; return whether the task still ran."""
     task = asyncio.ensure_future(wait)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -81,7 +81,7 @@ def test_of_many_tasks_those_that_are_not_cancelled_put_and_no_others_do(
             if number % 3 == 0:
                 await producer.wait_ready(0.9)
             await producer.aput(f"t{number}", group_size=1, index=0, x=LARGE)
-            # Nothing is awaited in between: a task that gets here was not cancelled before.
+            # No await in between: a task here was not cancelled before.
             done.add(f"t{number}")
 
         async def run() -> tuple[set[str], list[bool]]:

@@ -19,7 +19,7 @@ TRIES = 40
 
 
 class CtrlC(BaseException):
-    """What a handler raises."""
+    """Raised by a handler."""
 
 
 def bus(name: str) -> Any:
@@ -34,7 +34,7 @@ def channel(name: str) -> Any:
     return channels.companion_of(name).create(name, 0, 8, 1 << 20)
 
 
-#: The file of each, and seconds after which a signal may come: before, within, behind the creation.
+#: The file of each, and seconds before a signal: before, within, behind the creation.
 FILES = {
     bus: (lambda name: f"/dev/shm/shmbus.{name}", 0.03),
     pool: (lambda name: pools.pool_path(name, "weights"), 0.03),

@@ -1,7 +1,7 @@
 """An exception at any instant leaves every promise standing: injected everywhere, and real signals.
 
-The scripts of this folder run in processes of their own; each says what was wrong after which
-interrupt. They take operations, counts and seeds, for a longer look at one of them.
+The scripts of this folder run in separate processes, and report the fault after each interrupt.
+Operations, counts and seeds as arguments allow a longer look.
 """
 
 import json
@@ -14,7 +14,7 @@ from conftest import Spawner
 
 HERE = Path(__file__).parent
 
-#: Of a served consumer's events the suite interrupts one in so many, from a seed's on.
+#: Of a served consumer's events the suite interrupts every so manieth, from a seed's on.
 STEP = 4
 
 Reports = Callable[..., list[dict[str, Any]]]
@@ -24,7 +24,7 @@ Reports = Callable[..., list[dict[str, Any]]]
 def reports(spawn: Spawner) -> Reports:
     def run(script: str, *arguments: object) -> list[dict[str, Any]]:
         said = spawn.file(HERE / script, *arguments).finish(timeout=240)
-        # Beside what it logs.
+        # Beside its log.
         return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
     return run
@@ -42,7 +42,7 @@ def test_an_exception_at_any_step_of_an_embedded_consumer_costs_nothing(
 def test_an_exception_at_some_steps_of_a_served_consumer_costs_nothing(
     bus_name: str, seed: int, reports: Reports
 ) -> None:
-    # `make interrupts` has each step, and the others, which go through the same lines.
+    # `make interrupts` runs every step, and the remaining operations over the same lines.
     short = "take poll ack ack-list give-back with stats version close rank-step rank-attach"
     doubted = "doubted-ack doubted-give-back"
     part = ("--from", 1 + seed % STEP, "--step", STEP)
@@ -60,8 +60,8 @@ def test_the_sweep_ends_when_it_has_raised_enough_and_counts_by_path(
     assert whole["injections"] == embedded["injections"] >= 1000
 
 
-#: Exceptions of each signal, by mode. The others go through the same lines; `make interrupts` has
-#: them all.
+#: Exceptions of each signal, by mode. The remaining modes go through the same lines; `make
+#: interrupts` runs every mode.
 SIGNALS = {"embedded": 20, "ranks": 20, "take": 20, "prefetch": 20, "prefetch-ranks": 10}
 
 
@@ -77,7 +77,7 @@ def test_a_consumer_that_gets_signals_at_random_instants_loses_and_doubles_nothi
     assert (report["KeyboardInterrupt"], report["Alarm"]) == (count, count)
 
 
-#: Of these `make interrupts` has each step, and all other operations.
+#: Operations with every step in `make interrupts`, and the remaining operations.
 OFFER_STEP = 9
 HANDLED = [
     "next-stale",

@@ -28,7 +28,7 @@ def holders(bus: str) -> list[str]:
 
 
 def faults(bus: str, lease: Lease, *, fails: bool) -> tuple[int, list[str]]:
-    """Interrupt each step of a block's end; how many there were, and which left a lease."""
+    """Interrupt each step of a block's end; return the count, and steps with a leftover lease."""
     found = []
     for at in range(1, 1000):
         injection = Injection(at, __file__)
@@ -40,7 +40,7 @@ def faults(bus: str, lease: Lease, *, fails: bool) -> tuple[int, list[str]]:
                 if fails:
                     raise KeyError
         except (Injected, KeyError) as error:
-            end: BaseException | None = error  # a notebook keeps it, with its traceback
+            end: BaseException | None = error  # kept with its traceback, as in a notebook
         else:
             end = None
         finally:

@@ -30,7 +30,7 @@ def values(model: torch.nn.Module) -> set[float]:
 
 
 def interrupted(operate: Callable[[], object], check: Callable[[str], None]) -> int:
-    """Interrupt each step of an operation, and check after each; returns how many there are."""
+    """Interrupt each step of an operation, and check after each; return the count."""
     for at in range(1, 10_000):
         injection = Injection(at, __file__)
         with contextlib.suppress(Injected), injection:
@@ -109,7 +109,7 @@ def test_an_interrupted_share_leaves_no_file_and_the_models_values(bus_name: str
         if made[0] is not None:
             made[0].close()
             made[0] = None
-        if where == lost:  # made, and given to nobody: it is as if its owner had died
+        if where == lost:  # made, and never handed over: like a dead owner
             path.unlink()
         assert not [*path.parent.glob(f"{path.name}*")], where
 

@@ -7,13 +7,13 @@
 /* How a record comes into the ring, or does not; IDLE is a long while without one,
  * WHOLE fills an extent. */
 enum way { PUT, RESERVE, ABORT, JUMBO, IDLE, WHOLE };
-/* What a collector does besides; one that keeps leaves every other record unacknowledged. */
+/* Further steps of a collector; a keeping collector leaves every second record unacknowledged. */
 enum habit { PLAIN, SWEEPS, MOVES, KEEPS, DELIVERS };
 
 void produce(const enum way *ways, unsigned n);
 void produce_interleaved(void);
-/* A producer that gives its request back takes one again, and answers it. A scribbler overwrites
- * one part of the entry. */
+/* A producer gives its request back, takes again, and answers. A scribbler overwrites a part of the
+ * entry. */
 enum patience { ASKS_ONCE, ASKS_AGAIN };
 enum deed { ANSWERS, GIVES_BACK };
 enum part { A_TEXT, A_NUMBER, A_CLAIM, A_BUSY_CLAIM };
@@ -28,13 +28,13 @@ void offer_groups(void);
 void work_on_groups(void);
 
 void offer_prompt(void);
-/* Takes and answers samples until those have finished and none is left. */
+/* Takes and answers samples until these producers finished and none is left. */
 void work_on_prompts(uint8_t feeders);
 
-/* What scripts share. */
-void map_segment(struct segment *segment); /* as the process that runs sees it */
+/* Common parts of scripts. */
+void map_segment(struct segment *segment); /* in the running process's view */
 bool are_finished(uint8_t processes);      /* by bit: ended, or dead */
-/* Acknowledges records by so many at once, until those producers have finished. */
+/* Acknowledges records by so many at once, until these producers finished. */
 void collect(unsigned group, uint8_t producers, enum habit habit);
 
 #endif

@@ -1,7 +1,7 @@
-/* What both explorers share: coroutines, snapshots and the table of known states.
+/* Common parts of both explorers: coroutines, snapshots and the table of known states.
  *
  * An engine.c includes this file behind its model (`world`, `running`, `bounds`, `states_seen`) and
- * its `stacks`, and has TABLE_BITS and run_script(). */
+ * its `stacks`, and defines TABLE_BITS and run_script(). */
 #ifndef SHMBUS_MODEL_COROUTINES_H
 #define SHMBUS_MODEL_COROUTINES_H
 
@@ -11,13 +11,13 @@
 #include <string.h>
 #include <ucontext.h>
 
-enum { STACK_MARGIN_BYTES = 256 /* below the frame that yields */ };
+enum { STACK_MARGIN_BYTES = 256 /* below the yielding frame */ };
 
 static jmp_buf scheduler_at;
 static ucontext_t first_context;
 static uint64_t *table;
 static bool at_bound;
-static uint8_t *saved; /* snapshots of the runs under way, one above the other */
+static uint8_t *saved; /* stacked snapshots of the runs under way */
 static size_t saved_room, saved_used;
 
 static void run_script(void);
@@ -61,7 +61,7 @@ static size_t stack_used(int process) {
     return p->started ? (size_t)(stacks[process] + STACK_BYTES - p->lowest) : 0;
 }
 
-/* False when the state was met before. */
+/* False for a known state. */
 static bool enter(uint64_t hash) {
     uint64_t mask = (UINT64_C(1) << TABLE_BITS) - 1;
     uint64_t at = (hash >> 1) & mask;
@@ -86,7 +86,7 @@ static void forget_states(void) {
     table = calloc(UINT64_C(1) << TABLE_BITS, sizeof *table);
     if (table == NULL) {
         fprintf(stderr, "no memory for %u million states\n", 1u << (TABLE_BITS - 20));
-        exit(2); /* no violation, which is 1 */
+        exit(2); /* no violation (1) */
     }
 }
 

@@ -1,11 +1,11 @@
-/* Processes as coroutines, and a search over all that may happen next.
+/* Processes as coroutines, and a search over every possible continuation.
  *
  * A process runs up to its next shared access and stops in front of it. From there the search tries
- * each process's next step and each death, depth first; a state that was met before is not entered
- * again. What a process knows is told by the history of what it has observed, so that runs that
- * differ only in the order of independent steps meet in one state.
+ * each process's next step and each death, depth first, and skips known states. The history of
+ * observations stands for a process's knowledge: runs that differ only in the order of independent
+ * steps meet in the same state.
  *
- * Invariant: when visit() returns, the world is what it was when it was called. */
+ * Invariant: visit() returns with the world as at its call. */
 #include "model.h"
 
 #include <limits.h>
@@ -14,8 +14,8 @@
 #include <string.h>
 
 enum {
-    MAX_DEPTH = 6000,       /* steps of one run; a longer one makes no progress */
-    MAX_TIMEOUTS = 24,      /* of one run */
+    MAX_DEPTH = 6000,       /* steps of a run; a longer run makes no progress */
+    MAX_TIMEOUTS = 24,      /* of a run */
     TABLE_BITS = 26,        /* of the table of states: 512 MiB, allocated as it fills */
     TRACE_LINES = 60,
 };
@@ -96,7 +96,7 @@ void engine_checkpoint(void) {
 void engine_pause(void) {
     engine_yield(OP_FENCE, NOWHERE, memory_order_relaxed, "(idles)");
     struct process *p = &world.processes[running];
-    /* No store waits for as long as this does. */
+    /* No store waits for as long as this. */
     memory_flush(running);
     engine_checkpoint();
     p->state = P_BLOCKED;
@@ -108,7 +108,7 @@ void engine_pause(void) {
 
 /* ---- snapshots ---- */
 
-/* All that a step of this process can change. */
+/* Saves everything a step of this process can change. */
 static void save(int process) {
     size_t stack = stack_used(process);
     uint32_t heap = world.processes[process].heap_used;
@@ -175,7 +175,7 @@ static unsigned add(struct choice *choices, unsigned n, int process, enum varian
     return n + 1;
 }
 
-/* What weak ordering allows a process's next operation. */
+/* Variants of a process's next operation under weak ordering. */
 static unsigned add_variants(struct choice *choices, unsigned n, int process) {
     const struct process *p = &world.processes[process];
     n = add(choices, n, process, V_PLAIN);
@@ -231,7 +231,7 @@ static unsigned list_choices(struct choice *choices) {
     return n;
 }
 
-/* All that it executed arrives; then the kernel drops its locks. */
+/* Its executed stores arrive; then the kernel drops its locks. */
 static void kill_process(int process) {
     memory_flush(process);
     release_locks(process);
@@ -242,7 +242,7 @@ static void kill_process(int process) {
     deaths_tried++;
 }
 
-/* A patient one looks in vain until something changes: the same state again. */
+/* A patient process looks in vain until a change: the same state again. */
 static void wake_patient(int process) {
     struct control *control = &world.control;
     if (!ghost_wants_in_vain()) {

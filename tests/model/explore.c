@@ -6,9 +6,9 @@
  * The strong model interleaves; the weak one lets stores arrive late too. The short form bounds
  * both to one preemption and one death, or none; the deep one takes what each scenario names.
  *
- * Exit status 0: all invariants hold in all that was explored (or, expected, a violation was
- * found); 1: a violation, with the steps that lead to it; 2: usage. Each line says how far the
- * search went: "complete" means every state that its bounds allow. */
+ * Exit status 0: every invariant holds in every explored state (or an expected violation was
+ * found); 1: a violation, with the steps on its way; 2: usage. Each line reports the extent of the search:
+ * "complete" means every state within the bounds. */
 #include "actors.h"
 
 #include <limits.h>
@@ -40,7 +40,7 @@ PRODUCER(aborts_and_reserves, ABORT, RESERVE)
 PRODUCER(puts_large, JUMBO, JUMBO)
 PRODUCER(fills_four, WHOLE, WHOLE, WHOLE, WHOLE)
 
-/* A process of a scenario that is one call. */
+/* A process of a scenario with a single call. */
 #define ROLE(name, call)                                                                         \
     static void name(void) {                                                                     \
         call;                                                                                    \
@@ -163,7 +163,7 @@ struct options {
     const char *only;
     bool deep, strong, weak;
     uint64_t states;
-    int preemptions, deaths, delays; /* -1: as the scenario has it */
+    int preemptions, deaths, delays; /* -1: the scenario's own */
 };
 
 static void explore_one(const struct scenario *scenario, const struct options *options, bool weak) {

@@ -1,17 +1,17 @@
-/* What must hold, whatever happens: the promises of the ring, told as a ghost that knows all.
+/* Promises of the ring, told as a ghost that sees everything.
  *
- * - A record that was committed is delivered until it is acknowledged, and never after that; with
- *   the content that its producer wrote. One whose commit death interrupted may count, or not.
- * - What a producer committed before it claimed another, or before it began to commit another that
- *   lies behind it, is delivered before that, unless one of them was moved.
- * - An acknowledgement happens for all of its records, or for none.
- * - A byte of an extent is written by the holder of its lease, or is a record's state.
- * - An extent is freed when no living producer has an open record in it, and no record there is
- *   committed and not acknowledged.
- * - No process waits for a stopped or dead one: those that live go on, no wake-up is lost while a
- *   sleeper has work, and no run is without end (engine.c).
+ * - A committed record is delivered until its acknowledgement, never afterwards, with the content
+ *   of its producer. A commit interrupted by death may count, or not.
+ * - Records of a producer keep their order: a record committed before the claim of a second record,
+ *   or before the commit of a later one behind it, is delivered first, unless either was moved.
+ * - An acknowledgement covers all of its records, or none.
+ * - The holder of an extent's lease writes its bytes; a record's state is the exception.
+ * - A free extent has no open record of a living producer, and no committed record without an
+ *   acknowledgement.
+ * - No process waits for a stopped or dead process: living processes go on, no wake-up is lost
+ *   while a sleeper has work, and every run ends (engine.c).
  * - At the end the numbers agree: commits counted by the lanes, acknowledgements counted by the
- *   segment, records that the ghost saw; nothing is corrupt, nothing unread, no extent is lost. */
+ *   segment, records seen by the ghost; nothing is corrupt or unread, no extent is lost. */
 #include "model.h"
 
 #include <string.h>
@@ -83,7 +83,7 @@ static uint32_t extent_of(const struct ghost_record *record) {
                       template_segment.extent_bytes);
 }
 
-/* What is committed now comes before this record: all, or what lies in front of it in an extent. */
+/* Present commits come before this record: every commit, or those in front of it in an extent. */
 static void note_before(uint64_t life, struct ghost_record *record, uint32_t extent) {
     for (unsigned i = 0; i < MAX_RECORDS; i++) {
         const struct ghost_record *other = &ghost()->records[life][i];
@@ -242,8 +242,8 @@ void ghost_data_written(int process, uint32_t offset) {
                 extent, (int)slot);
 }
 
-/* Whether somebody who sleeps on this word should have been woken: a producer, since all others
- * are done or asleep too; a collector, if there is a record that nobody has been given. */
+/* Whether a sleeper on this word should be awake: a producer, since everyone else is done or asleep
+ * too; a collector beside an undelivered record. */
 bool ghost_is_owed(uint32_t futex) {
     if (futex != (uint32_t)offsetof(struct bus_header, bell)) {
         return true;
@@ -295,7 +295,7 @@ void ghost_end(struct reader *reader) {
                         (unsigned long long)memory_word(at, 8), (unsigned long long)expected);
         }
     }
-    /* The collector keeps one extent ready for its own lane. */
+    /* The collector keeps an extent ready for its own lane. */
     uint32_t free_extents = extent_count_free(segment);
     if (free_extents + 1 < segment->extent_count) {
         engine_fail("%u of %u extents are free at the end", free_extents, segment->extent_count);

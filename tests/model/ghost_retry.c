@@ -1,8 +1,8 @@
-/* What must hold of retry requests, whatever happens.
+/* Promises of retry requests.
  *
- * - A request is handed to one process at a time, whole, and only while the table asks for it.
- * - An attempt counts as failed by a death only when the process that claimed it is dead.
- * - A request whose asker lives reaches a taker that lives, or is answered: it is never lost. */
+ * - A request goes to a single process at a time, whole, and only while the table asks for it.
+ * - A death fails an attempt only after the claiming process's death.
+ * - A request of a living asker reaches a living taker, or is answered: never lost. */
 #include "model.h"
 
 #include "ring/retry_table.h"
@@ -18,7 +18,7 @@ uint64_t ghost_asks(void) {
     }
     g->askers |= (uint8_t)(1u << running);
     if (world.processes[running].buffered_count == 0) {
-        /* What was asked for before is in the table by now, or never will be. */
+        /* An earlier request is in the table by now, or never will be. */
         g->published = (uint8_t)(g->asked - 1);
     }
     return g->asked;
@@ -80,7 +80,7 @@ static bool any_lives(uint8_t processes) {
     return false;
 }
 
-/* Whether there is a request, and a living process on each side that could go on with it. */
+/* Whether a request exists, with a living process on each side to go on. */
 bool ghost_wants_in_vain(void) {
     const struct ghost_retry *g = ghost();
     return g->asked > 0 && !g->answered && any_lives(g->askers) && any_lives(g->takers);

@@ -1,13 +1,13 @@
-/* What a load sees and when a store arrives; locks, futexes and the clock.
+/* Visibility of stores to loads; locks, futexes and the clock.
  *
- * Two models. In the strong one there is one memory, and a step's stores are there at once: every
- * interleaving of the processes, nothing else. In the weak one each process has a view: a plain
- * load sees what the last acquire brought, a relaxed store may overtake the plain stores before it,
- * and any store short of seq_cst may wait in a buffer while the process goes on. A release, a fence
- * or a system call lets nothing stay behind. The weak model allows less than C11 does, so what it
- * finds is real; what it does not find is proved for it alone.
+ * Two models. The strong model has a single memory, where a step's stores arrive at once: every
+ * interleaving of the processes, nothing else. In the weak model each process has a view: a plain
+ * load sees the memory of the last acquire, a relaxed store may overtake earlier plain stores, and
+ * any store short of seq_cst may wait in a buffer while the process goes on. A release, a fence or
+ * a system call empties the buffer. The weak model allows less than C11: a finding is real; absence
+ * of findings is proved for the model alone.
  *
- * Invariant: between steps, shadow equals memory and memory_hash is its hash. */
+ * Invariant: between steps, shadow equals memory, with memory_hash as its hash. */
 #include "model.h"
 
 #include <errno.h>
@@ -65,7 +65,7 @@ static uint32_t offset_of(const volatile void *at) {
     return address >= base && address < base + segment_bytes ? (uint32_t)(address - base) : NOWHERE;
 }
 
-/* From here on there are plain stores: the retry table, and the extents behind it. */
+/* Beginning of plain stores: the retry table, and the extents behind it. */
 static uint32_t plain_from(void) {
     return (uint32_t)((uint8_t *)template_segment.retries - template_segment.base);
 }
@@ -80,7 +80,7 @@ static void change_word(uint32_t offset, uint64_t before, uint64_t after) {
     world.control.memory_hash ^= hash_word(offset, before) ^ hash_word(offset, after);
 }
 
-/* A store of up to 8 bytes, within one word, arrives. */
+/* A store of up to 8 bytes, within a word, arrives. */
 static void arrive(uint32_t offset, uint32_t size, const void *value) {
     uint32_t word = offset & ~7u;
     uint64_t before = memory_word(word, 8);
@@ -92,7 +92,7 @@ static void arrive(uint32_t offset, uint32_t size, const void *value) {
     }
 }
 
-/* Calls back for each word of `now` that differs from `then`. */
+/* Calls back for each word of `now` different from `then`. */
 static void each_change(const uint8_t *now, const uint8_t *then, uint32_t from, uint32_t to,
                         int process, void (*found)(int process, uint32_t offset)) {
     for (uint32_t block = from; block < to; block += 64) {
@@ -152,7 +152,7 @@ bool memory_store_is_plain_relaxed(const struct process *p) {
            (p->order == memory_order_relaxed || p->order == memory_order_acquire);
 }
 
-/* The view takes over what memory has, but for its own stores that are still under way. */
+/* The view takes over memory, except for its own stores under way. */
 static void refresh_range(int process, uint32_t from, uint32_t to) {
     uint8_t *view = world.view[process];
     uint8_t *known = world.known[process];
@@ -174,7 +174,7 @@ static void refresh(int process) {
     refresh_range(process, plain_from(), segment_bytes);
 }
 
-/* What it sees, as far as that may differ from memory. */
+/* Hash of a view, where it may differ from memory. */
 uint64_t memory_hash_view(uint64_t hash, int process) {
     const uint8_t *view = world.view[process];
     hash = hash_bytes(hash, view + PLAIN_HEADER_FROM, PLAIN_HEADER_TO - PLAIN_HEADER_FROM);
@@ -223,7 +223,7 @@ static const struct buffered *find_buffered(const struct process *p, uint32_t of
     return NULL;
 }
 
-/* What must have arrived before this operation does. */
+/* Has stores arrive that must precede this operation. */
 static void before_operation(struct process *p, uint32_t offset, int order, bool stores) {
     if (!bounds.weak) {
         return;
@@ -336,10 +336,10 @@ void model_fence(int order, const char *where) {
     engine_yield(OP_FENCE, NOWHERE, order, where);
     before_operation(&world.processes[running], NOWHERE, order, true);
     after_operation(order);
-    engine_observe((uint64_t)order); /* tells the state from that before the fence */
+    engine_observe((uint64_t)order); /* separates the state from the state before the fence */
 }
 
-/* ---- the kernel's part: all of it orders everything ---- */
+/* ---- the kernel's part: a full barrier throughout ---- */
 
 static long wake(uint32_t offset, int count, uint32_t kinds) {
     long woken = 0;
@@ -435,7 +435,7 @@ void file_lock_drop(int fd, int64_t byte) {
     }
 }
 
-/* ---- what a process keeps for itself ---- */
+/* ---- a process's private state ---- */
 
 void *memory_heap(int process, size_t bytes) {
     struct process *p = &world.processes[process];
@@ -488,7 +488,7 @@ static bool is_in_table(const void *at) {
            offset < plain_from() + SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
 }
 
-/* Of a retry entry one half at a time, since either side may change it in between. */
+/* Copies a retry entry by halves: either side may change it in between. */
 void *model_memcpy(void *to, const void *from, size_t bytes) {
     size_t half = bytes / 16 * 8;
     bool written = is_in_table(to);

@@ -1,17 +1,17 @@
-/* The explorer's own parts, and what they tell each other.
+/* The explorer's parts, and their interfaces.
  *
  * engine.c   processes as coroutines, choices, snapshots, the search
- * memory.c   what a load sees and when a store arrives; futexes, locks, the clock
- * ghost.c    what must hold: told by the scripts, checked at each step and at each end
- * ghost_retry.c  the same, of retry requests
- * actors.c   what a producer, a collector and the auditor do
- * admission.c  what puts and workers do under a bound on the lead
- * prompts.c  what a feeder and workers do with the request lane
- * retries.c  what the collector and the producers of retry requests do
+ * memory.c   visibility of stores to loads; futexes, locks, the clock
+ * ghost.c    promises: told by the scripts, checked at each step and at each end
+ * ghost_retry.c  promises of retry requests
+ * actors.c   steps of a producer, a collector and the auditor
+ * admission.c  steps of puts and workers under a bound on the lead
+ * prompts.c  steps of a feeder and workers with the request lane
+ * retries.c  steps of the collector and the producers of retry requests
  * explore.c  the scenarios, the command line
  *
- * Invariant: all state of a run is in `world` and in the stacks; a snapshot of those, put back at
- * the same addresses, is the run as it was. */
+ * Invariant: `world` and the stacks hold the whole state of a run; a snapshot of them, put back at
+ * the same addresses, restores the run. */
 #ifndef SHMBUS_MODEL_H
 #define SHMBUS_MODEL_H
 
@@ -31,7 +31,7 @@ enum {
     STACK_BYTES = 64 << 10,
     BUFFER_ENTRIES = 8,
     MAX_LIVES = 16,
-    MAX_RECORDS = 8, /* of one producer's life */
+    MAX_RECORDS = 8, /* of a producer's life */
     MAX_SLOTS = 4,
     MAX_ACK_SETS = 32,
     MAX_REQUESTS = 8,
@@ -47,12 +47,12 @@ enum operation {
     OP_UNLOCK,
     OP_WAIT,
     OP_WAKE,
-    OP_COPY, /* in the middle of one, or at its end */
+    OP_COPY, /* in the middle of a copy, or at its end */
 };
 
 enum process_state { P_UNUSED = 0, P_READY, P_BLOCKED, P_DONE, P_DEAD };
 
-/* What the scheduler lets a process's next operation do with its store buffer. */
+/* Permission of the scheduler for the store buffer of a process's next operation. */
 enum variant {
     V_PLAIN = 0,
     V_KEEP_PLAIN_STORES,
@@ -72,17 +72,17 @@ struct buffered {
 struct process {
     jmp_buf at;
     uint8_t *lowest; /* of its stack, in use */
-    uint64_t history; /* of all that it has observed since its last checkpoint */
+    uint64_t history; /* of every observation since the last checkpoint */
     enum process_state state;
     enum operation op;
     int order;
-    const char *where; /* file and line of it */
+    const char *where; /* file and line of the operation */
     uint32_t offset; /* of the operation, or NOWHERE */
     uint32_t futex;
     uint32_t kinds; /* of wake-ups, by bit */
     enum variant variant;
     bool started, mortal, timed;
-    bool patient; /* sleeps because there is nothing for it to do */
+    bool patient; /* sleeps for lack of work */
     int wait_result;
     uint32_t heap_used;
     uint32_t buffered_count;
@@ -100,7 +100,7 @@ struct ghost_record {
     uint8_t ack_set;
     uint8_t moving;
     uint8_t owner; /* process */
-    uint8_t before; /* records of its producer that come first, by bit */
+    uint8_t before; /* earlier records of its producer, by bit */
     uint16_t delivered_to; /* collectors, by bit */
     uint32_t from, to;     /* bytes of the segment */
 };
@@ -108,9 +108,9 @@ struct ghost_record {
 /* A request is a number from 1, 0 for none; a process counts from 1 here. */
 struct ghost_retry {
     uint8_t asked;     /* requests so far */
-    uint8_t published; /* the last that arrived in the table */
-    uint8_t current;   /* what the row asks for, for whoever claims it */
-    uint8_t claimed[MAX_PROCESSES]; /* what it asked for when that process claimed it */
+    uint8_t published; /* the last request to arrive in the table */
+    uint8_t current;   /* request of the row, for a claimant */
+    uint8_t claimed[MAX_PROCESSES]; /* request of the row at the process's claim */
     uint8_t holder[MAX_REQUESTS + 1];
     uint8_t askers, takers; /* by bit */
     bool answered;
@@ -122,20 +122,20 @@ struct ghost {
     uint8_t ack_set_undone[MAX_ACK_SETS];
     uint8_t ack_set_owner[MAX_ACK_SETS]; /* process */
     uint8_t ack_sets;
-    uint8_t prompt_answers[2]; /* that were read, by index; of groups of two */
+    uint8_t prompt_answers[2]; /* read answers, by index; of groups of two */
     uint8_t readers; /* lives of collectors so far */
-    uint8_t finished; /* producers that closed or died, by bit */
+    uint8_t finished; /* closed or dead producers, by bit */
 };
 
-/* All that is shared and is no memory of the segment. */
+/* Shared state outside of the segment's memory. */
 struct control {
     uint64_t memory_hash;
     uint64_t clock_ns;
     struct ghost ghost;
-    uint8_t lock_owner[MAX_SLOTS + 2]; /* process + 1; the last are the collector's and the feeders' */
+    uint8_t lock_owner[MAX_SLOTS + 2]; /* process + 1; last the collector's and the feeders' */
     int8_t current;
     uint8_t preemptions, deaths, delays, timeouts;
-    uint8_t vain; /* who has looked in vain since anything changed, by bit */
+    uint8_t vain; /* processes with a vain look since the last change, by bit */
 };
 
 struct world {
@@ -151,7 +151,7 @@ extern struct world world;
 extern uint8_t stacks[MAX_PROCESSES][STACK_BYTES];
 extern struct segment template_segment;
 extern uint32_t segment_bytes;
-extern int running; /* the process that runs now, or -1 */
+extern int running; /* the running process, or -1 */
 
 struct bounds {
     unsigned preemptions; /* UINT_MAX for no bound */
@@ -175,20 +175,20 @@ struct scenario {
 
 /* engine.c */
 void engine_prepare(const struct scenario *scenario);
-bool engine_search(const struct scenario *scenario); /* false when it ended at a bound */
+bool engine_search(const struct scenario *scenario); /* false at a bound */
 void engine_yield(enum operation op, uint32_t offset, int order,
                   const char *where);
 _Noreturn void engine_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
-void engine_pause(void); /* until nobody else can do anything */
+void engine_pause(void); /* until everybody else waits */
 void engine_observe(uint64_t value);
-void engine_checkpoint(void); /* all that a script knows is in its heap */
+void engine_checkpoint(void); /* the heap holds the whole knowledge of a script */
 extern uint64_t states_seen, steps_taken, runs_ended, deaths_tried;
 
 /* memory.c */
 uint64_t mix_hash(uint64_t hash, uint64_t value);
 uint64_t hash_bytes(uint64_t hash, const void *data, size_t bytes);
-void memory_settle(int process);       /* notes what a step stored, and checks whose it was */
-void memory_flush(int process);        /* all that it has stored arrives */
+void memory_settle(int process);       /* notes a step's stores, and checks their owner */
+void memory_flush(int process);        /* its stores arrive */
 bool memory_has_plain_stores(int process);
 bool memory_store_is_plain_relaxed(const struct process *p);
 uint64_t memory_hash_view(uint64_t hash, int process);

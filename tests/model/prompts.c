@@ -1,11 +1,10 @@
-/* What a feeder and workers do with the request lane: the calls of shmbus/handles/feeder.py and
- * shmbus/handles/producer_requests.py, in their order, over one group of two samples.
+/* Steps of a feeder and workers with the request lane: the calls of shmbus/handles/feeder.py and
+ * shmbus/handles/producer_requests.py, in their order, over a group of two samples.
  *
- * What must hold in the end, whoever died when: a sample that is done has one answer in the ring, and
- * one that is open has none; none is in anybody's hands. Of a feeder that died there is a whole
- * request or none.
+ * Promise at the end, through any death: a finished sample has a single answer in the ring, an open
+ * sample has none and lies in nobody's hands. A dead feeder leaves a whole request or none.
  *
- * Invariant: all that an actor knows between two checkpoints lies in its heap. */
+ * Invariant: between two checkpoints an actor's whole knowledge lies in its heap. */
 #include "actors.h"
 
 #include <string.h>

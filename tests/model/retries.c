@@ -1,10 +1,10 @@
-/* What collectors and producers do with retry requests: the calls of shmbus/stash/retries.py and
+/* Steps of collectors and producers with retry requests: the calls of shmbus/stash/retries.py and
  * shmbus/handles/producer_requests.py, in their order, over a table of one entry.
  *
- * A taker's proof of life is the lock of its slot; its producer id is its slot's number. The answer
- * is the ghost's: how a record comes into the ring has scenarios of its own.
+ * A taker's proof of life is the lock of its slot; its producer id is its slot's number. The ghost
+ * holds the answer: a record's way into the ring has separate scenarios.
  *
- * Invariant: all that an actor knows between two checkpoints lies in its heap. */
+ * Invariant: between two checkpoints an actor's whole knowledge lies in its heap. */
 #include "actors.h"
 
 #include <stddef.h>
@@ -18,7 +18,7 @@ enum { ROW = 0, ID_BYTES = 250, REASON_BYTES = 150, NO_SUCH_PRODUCER = 77 };
 
 struct actor {
     struct segment segment;
-    uint64_t number; /* of the request that it has asked for, or has taken */
+    uint64_t number; /* of its own request, or its taken request */
 };
 
 static struct actor *begin(void) {
@@ -27,7 +27,7 @@ static struct actor *begin(void) {
     return self;
 }
 
-/* ---- what a request says ---- */
+/* ---- content of a request ---- */
 
 static uint8_t text_of(uint64_t number) {
     return (uint8_t)('a' + number);
@@ -71,7 +71,7 @@ static void ask(struct actor *self) {
     engine_checkpoint();
 }
 
-/* The request of an earlier collector is taken over if it is claimed, else withdrawn. */
+/* Takes over an earlier collector's claimed request, withdraws an unclaimed. */
 static void adopt(struct actor *self) {
     struct retry_request request;
     if (read_request(self, &request) && request.claimant != SHMBUS_RETRY_FREE) {
@@ -94,8 +94,8 @@ static bool is_dead(struct actor *self, uint64_t producer_id) {
     return true;
 }
 
-/* Whether the attempt under way has failed: its taker died, or its time is over, as it is in the
- * end for an entry that cannot be read. */
+/* Whether the current attempt failed: by its taker's death, or its time; in the end also for an
+ * unreadable entry. */
 static bool has_failed(struct actor *self) {
     struct retry_request request;
     if (!read_request(self, &request) || request.number != self->number) {
@@ -104,7 +104,7 @@ static bool has_failed(struct actor *self) {
     if (request.claimant == SHMBUS_RETRY_FREE || !is_dead(self, request.claimant - 1)) {
         return false;
     }
-    /* One that left in order may have put it back since. */
+    /* An orderly leaver may have put it back since. */
     uint64_t claimant = request.claimant;
     if (!read_request(self, &request) || request.claimant != claimant) {
         return false;
@@ -157,7 +157,7 @@ static bool take(struct actor *self) {
     return true;
 }
 
-/* False when all who could ask have ended. */
+/* False after the end of every asker. */
 static bool wait_for_one(struct actor *self, uint8_t askers) {
     while (!take(self)) {
         if (are_finished(askers)) {
@@ -209,7 +209,7 @@ void scribble(enum part part) {
     }
 }
 
-/* ---- the auditor: the next collector, and a producer that takes ---- */
+/* ---- the auditor: the next collector, and a taking producer ---- */
 
 void audit_retries(const struct segment *segment) {
     struct actor *self = memory_heap(running, sizeof *self);

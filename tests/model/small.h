@@ -1,7 +1,7 @@
 /* The layout's limits, made small: forced into every file of the explorer's build (-include).
  *
- * Extents of 512 bytes hold two records of 256, so that a handful of puts goes through leasing,
- * sealing, linking and freeing; everything that those limits bound stays as it is. */
+ * Extents of 512 bytes hold two records of 256: a handful of puts goes through leasing, sealing,
+ * linking and freeing. The bounds built on these limits stay unchanged. */
 #ifndef SHMBUS_MODEL_SMALL_H
 #define SHMBUS_MODEL_SMALL_H
 

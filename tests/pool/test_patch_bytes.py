@@ -1,4 +1,4 @@
-"""A patch as bytes takes a version from one pool to another that has its base, and to no other."""
+"""A patch as bytes takes a version from a pool to any pool with its base, and to no other."""
 
 import random
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from shmbus_ext._core import pool_patch_take as take_patch
 KIND = "weights"
 SIZE = 1 << 18
 SPEC = PoolSpec(slot_bytes=SIZE, patch_bytes=SIZE // 4)
-#: Half of it in one piece, and the rest as every second row by two pieces of another width.
+#: Half in a single piece, the rest as every second row in two pieces of a different width.
 PIECES = [
     Piece(0, 1, SIZE // 2, SIZE // 2, 2),
     Piece(SIZE // 2, 32, SIZE // 128, SIZE // 64, 4),

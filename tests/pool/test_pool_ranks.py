@@ -1,4 +1,4 @@
-"""Several ranks write one version: it is there when all of them are done, or not at all."""
+"""Several ranks write a version: visible after every rank's end, or never."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,9 +1,8 @@
-"""Ends or stops one side of a channel at each of its failpoints, and looks at what is left.
+"""Ends or stops a side of a channel at each of its failpoints, and checks the remains.
 
 For each point of KIND ("sender", "receiver", "resumer") a forked child runs with SHMBUS_FAILPOINT
-set, and this process is the other side. A dead side is followed by a successor here. Every step has
-to come, whole and in order: none twice after its acknowledgement, none left out. One line of JSON a
-case.
+set, and this process is the other side. A dead side gets a successor here. Every step has to come,
+whole and in order: none twice after its acknowledgement, none left out. A line of JSON a case.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from shmbus.channel.receiver import Message
 
 STEPS = 6
 WAIT_S = 20.0
-#: Seconds after which the other side looks whether this one was killed, or has it go on.
+#: Seconds before the peer looks for a kill, or has this side go on.
 QUIET_S = 0.2
 
 POINTS = {
@@ -93,7 +92,7 @@ class Side:
 
 
 def receive_all(name: str, first: int, faults: list[str], *, stop_at: int = STEPS) -> int:
-    """Receive what is there; returns the step after the last one."""
+    """Receive every step; return the number after the last."""
     with ChannelReceiver(name, timeout=WAIT_S, wait=WAIT_S) as receiver:
         expected = first
         while expected < stop_at:
@@ -170,7 +169,7 @@ def after_a_receiver(name: str, side: Side, action: str) -> list[str]:
 
 
 def after_a_resumer(name: str, side: Side, action: str) -> list[str]:
-    """Resume where a sender has met its point in doing so."""
+    """Resume after a sender's own signal in a resume."""
     faults: list[str] = []
     side.finish()
     if action == "kill":

@@ -1,9 +1,9 @@
 """A death and a stop at each named point of the daemon, its ranks and a snapshot, as a program.
 
-Prints one JSON line for each case. A case forks a daemon and two ranks over a small bus, and one of
-them gets its signal at its point. The audit then requires that every group was acknowledged whole,
-by one rank. In a build with SHMBUS_FAILPOINTS=1 the core's points are included. test_failpoints.py
-runs this program and judges its report.
+Prints a JSON line a case. A case forks a daemon and two ranks over a small bus; a process gets its
+signal at its point. The audit then requires every group acknowledged whole, by a single rank. A
+build with SHMBUS_FAILPOINTS=1 includes the core's points. test_failpoints.py runs this program and
+judges its report.
 
 Usage: ``python daemon_points.py NAME [KIND: or part of cases' names [first]]``
 """
@@ -37,19 +37,19 @@ RANKS = 2
 STRAGGLERS = 14
 GROUPS, SIZE = 36, 4
 EXTENT = 4096
-#: Where a rank has received a shard and not started on it.
+#: Point between a rank's receipt of a shard and its start.
 HOLD = "rank-borrowed:3"
-#: Points that a rank passes only if it holds a group when it loses its daemon.
+#: Points only for a rank with a group at the loss of its daemon.
 WITH_A_GROUP = ("rank-claiming", "rank-learned")
-#: Flags in memory that a case's processes share: ranks leave; a rank with a group keeps it; a rank
-#: keeps one.
+#: Flags in memory shared by a case's processes: ranks leave; a rank with a group keeps it; a rank
+#: keeps a group.
 OVER, KEEP, KEPT = 0, 1, 2
-#: Seconds that a stopped process stays stopped.
+#: Seconds of a stop.
 STOP_S = 0.05
-#: Seconds in which clients of the previous daemon can reconnect; shorter than the product's.
+#: Seconds for clients of the previous daemon to reconnect; shorter than the product's.
 RECLAIM_WAIT_S = 0.3
 
-#: Kind: point: passes at which the signal comes.
+#: Kind: point: passes before the signal.
 CASES: dict[str, dict[str, tuple[int, ...]]] = {
     "daemon": {
         "lease-begun": (1, 9),
@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, tuple[int, ...]]] = {
         "drain-closing": (1,),
         "drain-closed": (1,),
     },
-    # The daemon that follows one that was killed, while a rank holds a shard.
+    # The daemon after a killed daemon, while a rank holds a shard.
     "successor": {
         "collector-replayed": (1,),
         "adopt-locks-read": (1,),
@@ -90,17 +90,17 @@ CASES: dict[str, dict[str, tuple[int, ...]]] = {
         "adopt-claim-leased": (1, 2),
         "adopt-resolved": (1,),
     },
-    # The same, where that rank is stopped until the daemon has gone on without it.
+    # The same, with the rank stopped until the daemon has gone on without it.
     "late_rank": {
         "adopt-withheld": (1,),
         "adopt-late-claim": (1,),
     },
-    # The daemon, when it loses a rank that holds a shard.
+    # The daemon at the loss of a rank with a shard.
     "broken_rank": {
         "shard-back": (1,),
         "client-left": (1,),
     },
-    # A rank, whose daemon is killed once.
+    # A rank, with its daemon killed once.
     "rank": {
         "rank-dialled": (1, 2),
         "rank-welcomed": (1, 2),
@@ -148,14 +148,14 @@ def speak_into(log: Path) -> None:
 
 def serve(name: str, kind: str, failpoint: str, log: Path) -> None:
     speak_into(log)
-    if kind != "successor":  # where a rank has to reconnect in time, however slow this build is
+    if kind != "successor":  # its rank has to reconnect in time, however slow this build
         limits.RECLAIM_WAIT_S = RECLAIM_WAIT_S
     arm(failpoint)
     assert shmbus_main(["serve", name, "--drain-timeout", "5"]) == 0
 
 
 def join(name: str, rank: int) -> shmbus.Consumer:
-    """Attach as a rank, as soon as the daemon knows that its predecessor is dead."""
+    """Attach as a rank, as soon as the daemon knows its predecessor's death."""
     for _ in deadline(f"rank {rank}'s place to be free"):
         with contextlib.suppress(errors.BusBusyError):
             return shmbus.Consumer(name, rank=rank, world_size=RANKS)
@@ -164,7 +164,7 @@ def join(name: str, rank: int) -> shmbus.Consumer:
 
 def train(name: str, rank: int, failpoint: str, log: Path, told: mmap.mmap) -> None:
     speak_into(log.with_name(f"rank-{rank}.log"))
-    # On a busy machine the next daemon may start later than a trainer would wait for it.
+    # On a busy machine the next daemon may start after a trainer's patience.
     source.DAEMON_WAIT_S = DEADLINE_S
     arm(failpoint)
     with log.open("ab", buffering=0) as out, join(name, rank) as consumer:
@@ -191,7 +191,7 @@ def train(name: str, rank: int, failpoint: str, log: Path, told: mmap.mmap) -> N
 
 
 class Case:
-    """One bus, one daemon at a time, and two ranks; the dead are replaced."""
+    """A bus, its daemon, and two ranks; the dead are replaced."""
 
     def __init__(self, name: str, kind: str, failpoint: str, directory: Path) -> None:
         self.name, self.kind, self.failpoint = name, kind, failpoint
@@ -204,7 +204,7 @@ class Case:
         self.extra = 0
         self.signalled = False
         self.faults: list[str] = []
-        #: The process that stays stopped until the scenario resumes it.
+        #: The stopped process, until the scenario resumes it.
         self.held: Child | None = None
         self.daemons = 0
         self.daemon = self.serve(failpoint if kind in ("daemon", "broken_rank") else "")
@@ -228,10 +228,10 @@ class Case:
     def train(self, rank: int, failpoint: str = "") -> Child:
         return Child(lambda: train(self.name, rank, failpoint, self.log, self.told), failpoint)
 
-    # -- all the time -------------------------------------------------------------
+    # -- permanent work -----------------------------------------------------------
 
     def go_on(self) -> None:
-        """Put what there is room for, resume stopped processes, replace killed ones."""
+        """Fill the free space, resume stopped processes, replace killed processes."""
         self.put(0.004)
         for member in (self.daemon, *self.ranks):
             ended = member.look()
@@ -247,7 +247,7 @@ class Case:
                 raise AssertionError(f"a process ended with {member.status}: {said}")
 
     def while_stopped(self, member: Child) -> None:
-        """Check that the others go on, and that a stopped daemon keeps the bus."""
+        """Check the remaining processes' progress, and a stopped daemon's hold on the bus."""
         self.put(STOP_S)
         if member is self.daemon and not self.failpoint.startswith("drain-closed"):
             try:
@@ -287,7 +287,7 @@ class Case:
             self.feed()
 
     def feed(self) -> None:
-        """Keep something to put: one group alone is no step, so more have to follow."""
+        """Keep work in reserve: a lone group makes no step, so more have to follow."""
         if not self.puts:
             self.puts.append((f"e{self.extra}", 1, 0, 100))
             self.extra += 1
@@ -355,7 +355,7 @@ class Case:
             self.faults.append(f"lost: {lost}, torn: {sorted(self.lines('torn'))}")
         twice = {group for group, count in done.items() if count > 1}
         if self.kind == "rank" and self.failpoint.endswith("kill"):
-            # An acknowledgement that the killed daemon had not read died with both.
+            # An acknowledgement unread by the killed daemon died with both.
             twice -= {
                 line.split()[1] for line in self.log.read_text().splitlines() if line.endswith(" 0")
             }

@@ -1,13 +1,12 @@
-"""Full load over a daemon and two ranks, under every kind of fault: prints one JSON report.
+"""Full load over a daemon and two ranks, under every kind of fault: prints a JSON report.
 
-On top of what soak.py does to producers and the collector (which is the daemon here): ranks are
-killed, stopped and slow; /dev/shm is a tmpfs of its own that is full for spells; each process has
-another monotonic clock, in a time namespace of its own, as in containers; and the wall clock jumps.
-Faults that this machine does not allow are left out, and the report says so.
+Beyond the faults of soak.py for producers and the collector (here the daemon): ranks get killed,
+stopped and slowed; /dev/shm is a separate tmpfs, full for spells; processes live under different
+monotonic clocks, in their own time namespaces, as in containers; and the wall clock jumps. The
+report lists faults impossible on this machine.
 
-Usage: ``PYTHONPATH=tests python tests/process/daemon_soak.py NAME SECONDS SEED [RESTARTS]``. With a
-number of restarts the soak ends after so many kills of the daemon, each as soon as something was
-trained.
+Usage: ``PYTHONPATH=tests python tests/process/daemon_soak.py NAME SECONDS SEED [RESTARTS]``. A
+number of restarts ends the soak after so many kills of the daemon, each right after some training.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ RANKS = 2
 #: The bus, and a little for sockets.
 TMPFS_BYTES = (16 << 20) + (2 << 20)
 LONGEST_FULL_S = 1.0
-#: Without an acknowledgement for so long, the bus is full of groups that have to time out.
+#: Without an acknowledgement for so long, the bus is full of groups due to time out.
 LONGEST_WAIT_S = 2.0
 DAY_NS = 86_400 * 10**9
 CLOCK = Path(__file__).with_name("wall_clock.c")
@@ -49,7 +48,7 @@ def serve(name: str) -> None:
 
 
 def join(name: str, rank: int) -> shmbus.Consumer:
-    """Attach as soon as there is a daemon which knows that the rank before is dead."""
+    """Attach as soon as a daemon knows the previous rank's death."""
     while True:
         with contextlib.suppress(shmbus.BusBusyError, shmbus.DaemonUnavailableError):
             return shmbus.Consumer(name, rank=rank, world_size=RANKS)
@@ -57,14 +56,14 @@ def join(name: str, rank: int) -> shmbus.Consumer:
 
 
 def train(name: str, rank: int, notes: Notes, answers: Notes) -> None:
-    """Take steps, check and acknowledge, for ever; only what the daemon has heard counts."""
+    """Take steps, check and acknowledge, for ever; only the daemon's receipts count."""
     with join(name, rank) as consumer:
         while True:
             groups = consumer.take_shard(groups=8, max_wait=0.05, field="data", timeout=0.5)
             ended = []
             for group in groups:
                 place = judge(group, answers)
-                # The daemon that gave it may have died before this process took it.
+                # The granting daemon may have died before this process took the group.
                 with contextlib.suppress(shmbus.ProtocolError):
                     group.ack()
                     ended.append(place)
@@ -80,7 +79,7 @@ def train(name: str, rank: int, notes: Notes, answers: Notes) -> None:
 
 
 class DaemonSoak(Soak):
-    """The consumer of `Soak` is the daemon; the ranks come on top."""
+    """A `Soak` with the daemon as its consumer, and ranks on top."""
 
     COUNTED = "consumer kills"
 
@@ -103,12 +102,12 @@ class DaemonSoak(Soak):
         serve(self.name)
 
     def kill_consumer(self) -> None:
-        """Not while all wait for what dead producers left incomplete: its time is the daemon's."""
+        """Kill, except while dead producers' groups wait to time out: the daemon needs the time."""
         if time.monotonic() - self.moved_s < LONGEST_WAIT_S:
             super().kill_consumer()
 
     def counted(self) -> None:
-        """Kill the daemon, and wait until its successor has had something trained."""
+        """Kill the daemon, and wait for its successor's first trained group."""
         super().kill_consumer()
         before, end = self.answers.counts[1], time.monotonic() + soak.HANG_S
         while self.answers.counts[1] == before and time.monotonic() < end:
@@ -141,11 +140,11 @@ class DaemonSoak(Soak):
         self.done["full /dev/shm"] += 1
 
 
-# --- what needs the kernel's leave
+# --- faults that need the kernel's leave
 
 
 def own_monotonic_clock(ahead_s: int) -> bool:
-    """Have the processes that this one forks from now on live so many seconds later."""
+    """Have future forks of this process live so many seconds later."""
     if _libc.unshare(_CLONE_NEWTIME):
         return False
     Path("/proc/self/timens_offsets").write_text(f"monotonic {ahead_s} 0\nboottime {ahead_s} 0\n")
@@ -153,7 +152,7 @@ def own_monotonic_clock(ahead_s: int) -> bool:
 
 
 def with_wall_clock(directory: str) -> None:
-    """Start this program again under a wall clock that can jump."""
+    """Start this program again under a jumping wall clock."""
     library, offset = f"{directory}/wall_clock.so", f"{directory}/offset"
     Path(offset).write_bytes(bytes(4096))
     cc = os.environ.get("CC", "cc").split()

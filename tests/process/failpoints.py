@@ -1,8 +1,8 @@
 """A death and a stop at each named point of the core, as a program.
 
-Prints one JSON line for each case. Runs in a build with SHMBUS_FAILPOINTS=1. Each case forks one
-process, which gets its signal at its point. The other side goes on, and audits the result.
-test_failpoints.py builds, runs and judges it.
+Prints a JSON line a case. Runs in a build with SHMBUS_FAILPOINTS=1. A case forks a process, which
+gets its signal at its point. The other side goes on, and audits the result. test_failpoints.py
+builds, runs and judges the program.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ GROUPS, SIZE = 40, 4
 EXTENT = 4096
 SPAN_TWO = 6000
 
-#: Kind: point: passes at which the signal comes; the later ones are behind several wraps.
+#: Kind: point: passes before the signal; late passes lie behind several wraps.
 POINTS: dict[str, dict[str, tuple[int, ...]]] = {
     "producer": {
         "attach-locked": (1,),
@@ -73,7 +73,7 @@ def pattern(key: int, size: int) -> np.ndarray:
 
 
 def size_of(number: int) -> int:
-    """Small ones, some that fill half an extent, some that take two."""
+    """Return small sizes, sizes of half an extent, and of two."""
     return SPAN_TWO if number % 10 == 7 else 100 + number * 977 % 1900
 
 
@@ -82,7 +82,7 @@ def meet(
     beside: Callable[[], object] = lambda: time.sleep(0.002),
     while_stopped: Callable[[], object] = lambda: None,
 ) -> bool:
-    """Work beside a process until its end, through a stop; return whether it met its signal."""
+    """Work beside a process until its end, through a stop; return whether the signal came."""
     signalled = False
     for _ in deadline("the end of a process that meets its signal"):
         beside()
@@ -97,7 +97,7 @@ def meet(
 
 
 def await_signal(child: Child, action: str) -> bool:
-    """Wait until the child was killed or stopped at its point; False after another end."""
+    """Wait for the child's kill or stop at its point; False after another end."""
     for _ in deadline("the signal at a point"):
         if child.look() or child.stopped:
             return child.killed if action == "kill" else child.stopped
@@ -106,7 +106,7 @@ def await_signal(child: Child, action: str) -> bool:
 
 
 def ruin(name: str) -> None:
-    """Leave a slot behind whose owner died with two records and an open reservation."""
+    """Leave a slot behind with a dead owner's two records and open reservation."""
 
     def die() -> None:
         producer = shmbus.Producer(name)
@@ -120,7 +120,7 @@ def ruin(name: str) -> None:
 
 
 def write_records(name: str) -> None:
-    """Put numbered records in every way there is."""
+    """Put numbered records in every possible way."""
     producer = shmbus.Producer(name)
     for number in range(RECORDS):
         size = size_of(number)
@@ -136,7 +136,7 @@ def write_records(name: str) -> None:
 
 
 def producer_case(name: str, failpoint: str, action: str) -> dict[str, object]:
-    """A producer meets its signal; another one and the collector go on."""
+    """Signal a producer; a second producer and the collector go on."""
     seen: list[int] = []
     faults: list[str] = []
 
@@ -180,7 +180,7 @@ def producer_case(name: str, failpoint: str, action: str) -> dict[str, object]:
             if not take(0.01) and stats.in_ring == 0 and stats.producers == 1:
                 break
         ledger = consumer.stats()
-        # What the dead held is free: as many records fit as into a new bus.
+        # The dead's holdings are free: as many records fit as into a new bus.
         send_and_take(1500, 100)
         consumer.close()
         healthy.close()
@@ -194,7 +194,7 @@ def producer_case(name: str, failpoint: str, action: str) -> dict[str, object]:
 def verdict(
     signalled: bool, faults: list[str], ledger: shmbus.Ledger, child: Child, late: int = 0
 ) -> dict[str, object]:
-    """What the audit says; so many late samples may be dropped, or wait for others in vain."""
+    """Return the audit; so many late samples may be dropped, or wait in vain for siblings."""
     left = ledger.dropped.get("surplus", 0) + ledger.stashed
     rest = ledger.committed - ledger.acknowledged - left
     if not ledger.balanced or set(ledger.dropped) - {"surplus"} or rest or left > late:
@@ -232,7 +232,7 @@ def check_group(group: shmbus.Group, faults: list[str]) -> None:
 
 
 def collect_groups(name: str, log: Path) -> None:
-    """Take and acknowledge; the log says what it was about to do, and what is done."""
+    """Take and acknowledge; the log notes intents and deeds."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faults: list[str] = []
     with shmbus.Consumer(name) as consumer:
@@ -257,7 +257,7 @@ def read_log(log: Path) -> tuple[set[str], set[str]]:
 def take_rest(
     name: str, log: Path, expected: int, faults: list[str]
 ) -> tuple[shmbus.Ledger, set[str]]:
-    """Be the successor: take what is not acknowledged, and compare with the log."""
+    """Succeed: take the unacknowledged groups, and compare with the log."""
     begun, done = read_log(log)
     rest: list[str] = []
     with shmbus.Consumer(name) as consumer:
@@ -284,7 +284,7 @@ def check_alone(name: str, faults: list[str]) -> None:
 
 
 def collector_case(name: str, failpoint: str, action: str) -> dict[str, object]:
-    """A collector meets its signal between groups that are acknowledged; a successor takes over."""
+    """Signal a collector between acknowledged groups; a successor takes over."""
     faults: list[str] = []
     log = log_of(name)
     with shmbus.Bus.create(name, "512KiB", max_producers=2, extent_bytes=EXTENT):
@@ -298,7 +298,7 @@ def collector_case(name: str, failpoint: str, action: str) -> dict[str, object]:
 
 
 def collect_stragglers(name: str) -> None:
-    """Acknowledge what fills the runs, so that the rest is moved."""
+    """Acknowledge the runs' filling, to have the rest moved."""
     with shmbus.Consumer(name) as consumer:
         for _ in deadline("stragglers to be moved"):
             for group in consumer.take(8, timeout=0.02):
@@ -308,7 +308,7 @@ def collect_stragglers(name: str) -> None:
 
 
 def mover_case(name: str, failpoint: str, action: str) -> dict[str, object]:
-    """A collector meets its signal while it moves stragglers; their groups complete later."""
+    """Signal a collector in a move of stragglers; their groups complete later."""
     faults: list[str] = []
     with (
         shmbus.Bus.create(name, "64KiB", max_producers=2, extent_bytes=EXTENT),
@@ -349,7 +349,7 @@ def mover_case(name: str, failpoint: str, action: str) -> dict[str, object]:
 
 
 def partial_case(name: str, failpoint: str, action: str) -> dict[str, object]:
-    """A collector meets its signal while it leases groups that lack a sample, which comes then."""
+    """Signal a collector in a lease of groups without a sample, which comes then."""
     faults: list[str] = []
     log = log_of(name)
     late: list[int] = []
@@ -359,7 +359,7 @@ def partial_case(name: str, failpoint: str, action: str) -> dict[str, object]:
             child = Child(lambda: collect_groups(name, log), failpoint)
 
             def complete() -> None:
-                """Put the last samples of the groups that the collector has not begun."""
+                """Put the last samples of groups not begun by the collector."""
                 begun, _ = read_log(log)
                 late.extend(group for group in range(GROUPS) if str(group) not in begun)
                 for group in late:
@@ -387,8 +387,8 @@ def play(
 ) -> None:
     """Run cases (bus, failpoint, action) by kind, failpoint and action, and print a line each.
 
-    The program's arguments: the bus; a kind and a colon, or part of cases' names; of each point all
-    passes, or the "first".
+    The program's arguments: the bus; a kind and a colon, or part of cases' names; of each point
+    every pass, or the "first".
     """
     name, only, passes = [*sys.argv[1:], "", ""][:3]
     for kind, of_kind in points.items():

@@ -1,7 +1,7 @@
-"""A death and a stop at each named point of a producer that puts whole groups, as a program.
+"""A death and a stop at each named point of a producer of whole groups, as a program.
 
-As failpoints.py, whose parts it uses; test_failpoints.py builds, runs and judges it. The child puts
-groups of a split that it is the first to name.
+Uses parts of failpoints.py; test_failpoints.py builds, runs and judges it. The child puts groups of
+a split, the first to name it.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ import shmbus
 GROUPS, SIZE = 40, 3
 SPLIT = "a split of more than one word"
 
-#: Point: passes at which the signal comes; the later ones are behind several wraps.
+#: Point: passes before the signal; late passes lie behind several wraps.
 POINTS: dict[str, tuple[int, ...]] = {
     "split-naming": (1, 2, 4),
     "commit-intended": (1, 25),
@@ -33,7 +33,7 @@ def write_groups(name: str) -> None:
 
 
 def whole_case(name: str, failpoint: str, action: str) -> dict[str, object]:
-    """The producer meets its signal; the collector goes on, and another one names the split."""
+    """Signal the producer; the collector goes on, and a second producer names the split."""
     seen: list[int] = []
     faults: list[str] = []
     naming = failpoint.startswith("split-naming")

@@ -29,12 +29,12 @@ def _any(arguments: tuple[Any, ...], result: object) -> bool:
 
 
 def _fruitful(arguments: tuple[Any, ...], result: object) -> bool:
-    """Count only passes that had a result."""
+    """Count only passes with a result."""
     return bool(result)
 
 
 def _about(kind: type, field: str) -> Callable[[tuple[Any, ...], object], bool]:
-    """Count only messages of one kind that are not empty."""
+    """Count only nonempty messages of a kind."""
 
     def counts(arguments: tuple[Any, ...], result: object) -> bool:
         message = arguments[1]

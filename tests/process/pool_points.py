@@ -1,8 +1,8 @@
-"""Ends or stops a process of a slot pool at each of its failpoints, and looks at what is left.
+"""Ends or stops a process of a slot pool at each of its failpoints, and checks the remains.
 
 For each point of KIND ("publisher", "patcher", "reader", "rank") a forked child runs with
 SHMBUS_FAILPOINT set. Then the newest version has to be whole, a successor has to publish, and every
-reader has to get it. One line of JSON a case.
+reader has to get it. A line of JSON a case.
 """
 
 import functools
@@ -41,7 +41,7 @@ _POINTS = {
         "pool-piece-done",
     ),
 }  # fmt: skip
-#: Kind: point: passes at which the signal comes.
+#: Kind: point: passes before the signal.
 POINTS = {
     kind: {point: (1,) if point.endswith("claimed") else (1, 2) for point in points}
     for kind, points in _POINTS.items()
@@ -49,7 +49,7 @@ POINTS = {
 
 
 def run_publisher(bus: str, *, patch: bool = False, **rank: int) -> None:
-    """Publish alone or as a rank, with or without a patch each."""
+    """Publish alone or as a rank, with or without patches."""
     with PoolPublisher(bus, "weights", timeout=20, **rank) as publisher:
         for version in VERSIONS:
             publish(publisher, version, patch=patch)
@@ -71,10 +71,10 @@ CHILDREN: dict[str, Callable[[str], None]] = {
 
 
 def publish(publisher: PoolPublisher, version: int, *, patch: bool = False) -> None:
-    """Write this rank's half of a version, or all of it."""
+    """Write this rank's half of a version, or the whole."""
     with publisher.begin(version, SIZE, meta=b"m", patch=patch) as write:  # type: ignore[union-attr]
         share = SIZE // publisher.world_size
-        if patch:  # two pieces, so that a death may come between them
+        if patch:  # two pieces: a death may come between them
             for at in (0, SIZE // 2):
                 data = bytes([version]) * (SIZE // 2)
                 write.put_piece(Piece(at, 1, SIZE // 2, SIZE // 2, 1), data)
@@ -92,7 +92,7 @@ def newest(bus: str) -> int:
 
 
 def check_patch(bus: str, lease: VersionLease) -> None:
-    """A patch leads from its base to the version, whoever has made it."""
+    """A patch leads from its base to the version, whoever made it."""
     found = _core.pool_patch_bytes(lease.buffer)
     if found is None:
         return

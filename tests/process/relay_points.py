@@ -1,8 +1,8 @@
 """A death of a whole relay at each named point of putting, healing and forgetting, as a program.
 
-Prints one JSON line for each case. Runs in a build with SHMBUS_FAILPOINTS=1. Each case forks a
-process with all parties of a relay, which dies at its point, and another one that goes on; the
-trainer is here, and audits the result. test_failpoints.py builds, runs and judges it.
+Prints a JSON line a case. Runs in a build with SHMBUS_FAILPOINTS=1. A case forks a process with a
+relay's parties, which dies at its point, and a successor; the trainer is here, and audits the
+result. test_failpoints.py builds, runs and judges it.
 """
 
 import threading
@@ -72,7 +72,7 @@ def take(consumer: shmbus.Consumer, seen: Counter[str], faults: list[str]) -> No
 
 
 def audit(sources: list[str], sink: str, faults: list[str]) -> bool:
-    """Whether all is at rest; then the ledgers must balance."""
+    """Whether everything rests; then the ledgers must balance."""
     segment = lifecycle.open_segment(sink)
     left = len(_core.relay_notes(segment))
     segment.close()
@@ -91,7 +91,7 @@ def audit(sources: list[str], sink: str, faults: list[str]) -> bool:
 
 
 def case(name: str, points: list[str]) -> dict[str, object]:
-    """Have one relay after the other die at these points, and a last one go on."""
+    """Have relay after relay die at these points, and a last relay go on."""
     sources, sink = [f"{name}.a", f"{name}.b"], f"{name}.t"
     faults: list[str] = []
     seen: Counter[str] = Counter()

@@ -1,8 +1,8 @@
-"""A death and a stop while failed samples are requested again, as a program.
+"""A death and a stop during the repetition of failed samples, as a program.
 
-Prints one JSON line for each case, as failpoints.py does, for the retry table. The signal reaches
-the collector that writes retry requests, or the producer that has taken one. The other side and
-the successor complete every group. test_failpoints.py builds, runs and judges it.
+Prints a JSON line a case, like failpoints.py, for the retry table. The signal reaches the collector
+with retry requests, or the producer with a taken request. The other side and the successor complete
+every group. test_failpoints.py builds, runs and judges the program.
 """
 
 import functools
@@ -17,16 +17,16 @@ from supervisor import Child, deadline
 import shmbus
 from shmbus.inspect.status import read_status
 
-# Reports of failures are dropped here, and standard output and error are one.
+# Reports of failures are dropped here; standard output and error share a stream.
 logging.getLogger("shmbus.drops").disabled = True
 
 GROUPS = 12
 EXTENT = 4096
 RETRIES = 20
-#: Seconds that a stopped producer keeps the requests that it has taken.
+#: Seconds a stopped producer keeps its taken requests.
 RETRY_TIMEOUT_S = 0.3
 
-#: Kind: point: passes at which the signal comes. A collector that starts frees 128 rows.
+#: Kind: point: passes before the signal. A starting collector frees 128 rows.
 POINTS: dict[str, dict[str, tuple[int, ...]]] = {
     "collector": {
         "want-busy": (1, 100, 130, 140),
@@ -57,7 +57,7 @@ def make(producer: shmbus.Producer, wanted: shmbus.Request) -> None:
 
 
 class Reader:
-    """A collector that logs each group before and after it is acknowledged."""
+    """A collector that logs each group before and after its acknowledgement."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.consumer = shmbus.Consumer(
@@ -90,7 +90,7 @@ def be_collector(name: str, over: mmap.mmap, log: Path) -> None:
 
 
 def be_producer(name: str, over: mmap.mmap) -> None:
-    """Answer requests, fail every third one, and leave with one that is not answered."""
+    """Answer requests, fail every third, and leave with an unanswered request."""
     producer = shmbus.Producer(name)
     turn = 0
     while not over[0]:
@@ -106,7 +106,7 @@ def be_producer(name: str, over: mmap.mmap) -> None:
 
 
 def case(name: str, kind: str, failpoint: str) -> dict[str, object]:
-    """Fail half of each group; all groups are delivered once and whole, whoever dies."""
+    """Fail half of each group; every group is delivered once and whole, through any death."""
     log = log_of(name)
     over = mmap.mmap(-1, 4096)
     with shmbus.Bus.create(name, "512KiB", max_producers=3, extent_bytes=EXTENT):
@@ -128,7 +128,7 @@ def case(name: str, kind: str, failpoint: str) -> dict[str, object]:
             if kind == "collector" or ended or child.stopped:
                 answer(producer)
             over[0] = set(groups_in(log, "begin")) >= set(range(GROUPS))
-            # Another producer answers for a stopped one, unless the answer is being committed.
+            # A second producer answers for a stopped one, except during the answer's commit.
             points = ("want-answered", "record-exposed", "commit-marked")
             kept = failpoint.startswith(points) and kind == "producer"
             most = len(set(groups_in(log, "begin"))) == GROUPS - 1

@@ -1,13 +1,13 @@
-"""Pairs of faults, the second one while the first is being handled, over a whole system.
+"""Pairs of faults, the second during the recovery from the first, over a whole system.
 
-One chain: engines, recorders, workers and a harness with sessions, a relay that keeps its records
-on a small disk, a daemon, annotators, and a trainer with prefetch that resumes from checkpoints on
-that disk. A fault kills or stops a process, or fills the disk. After each pair the trainer must
-take a step. At the end every prompt was trained, once, with the tokens that engines sampled, the
-score of its agent, and the column of its annotator; no call waited beyond its timeout.
+The chain: engines, recorders, workers and a harness with sessions, a relay with its records on a
+small disk, a daemon, annotators, and a trainer with prefetch that resumes from checkpoints on the
+disk. A fault kills or stops a process, or fills the disk. After each pair the trainer must take a
+step. At the end every prompt was trained, once, with the tokens sampled by engines, the score of
+its agent, and the column of its annotator; no call waited beyond its timeout.
 
 Usage: ``PYTHONPATH=tests:tests/recorder python tests/process/second_fault.py NAME PAIRS SECONDS
-SEED``, which ends after so many pairs or seconds. Prints one JSON report.
+SEED``, limited by pairs and by seconds. Prints a JSON report.
 """
 
 import asyncio
@@ -52,16 +52,16 @@ SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 COLUMN = {"reference": "float32"}
 COORDINATOR = "coordinator"
 GROUP_SIZE, GROUPS_PER_BATCH, TURNS, THREADS = 2, 2, 2, 2
-#: The disk, and what the kept file may hold of ended records, so that the file is often made anew.
+#: The disk, and the kept file's limit of ended records, to have the file made anew often.
 DISK_BYTES, keep._SPARE_BYTES = 8 << 20, 1 << 20
 #: Seconds between two faults of a pair, and of a stop; at most.
 APART_S, STOP_S = 0.3, 0.6
-#: Seconds that a call may wait, and that a busy machine may add.
+#: Seconds of a call's wait, and a busy machine's extra.
 WAIT_S, SLACK_S = 2.0, DEADLINE_S / 2
-#: Seconds after a pair in which the trainer takes a step.
+#: Seconds for the trainer's step after a pair.
 STEP_S = 2 * DEADLINE_S
 
-#: Characters of each process's log that a failed storm prints.
+#: Characters of a process's log in a failed storm's output.
 TOLD = 3000
 
 Value = TypeVar("Value")
@@ -86,7 +86,7 @@ def entries(log: Path) -> list[Any]:
 
 
 def score_of(tokens: list[int]) -> float:
-    """The score of an agent that was given these letters."""
+    """Return the agent's score for these letters."""
     return sum(tokens) % 97 / 97
 
 
@@ -252,7 +252,7 @@ class System(Supervisor):
                 handler.ack(batch)
 
     def attach(self, columns: shmbus.Columns) -> OnlineDataHandler:
-        """Attach once there is a daemon which knows of the death of the trainer before."""
+        """Attach once a daemon knows the previous trainer's death."""
         end = time.monotonic() + DEADLINE_S
         while True:
             try:
@@ -266,7 +266,7 @@ class System(Supervisor):
                 time.sleep(0.02)
 
     def prompts(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Prompts until the storm is over."""
+        """Yield prompts until the storm is over."""
         number = 0
         while not (self.over[0] and number >= int.from_bytes(self.over[8:16], "little")):
             number += 1
@@ -289,7 +289,7 @@ class System(Supervisor):
     # -- faults
 
     def fault(self, name: str) -> Callable[[], None]:
-        """Do one of the faults; return what ends the fault."""
+        """Do a fault; return the function that ends it."""
         if name == "disk":
             self.done["disk full"] += 1
             ballast = self.disk / "ballast"
@@ -316,7 +316,7 @@ class System(Supervisor):
         return lambda: None if name in self.children else self.start(name)
 
     def reboot(self) -> None:
-        """Lose the memory of all machines; disks and engines' records stay."""
+        """Lose the memory of every machine; disks and engines' records stay."""
         self.end()
         self.remove_buses()
         self.make_buses()
@@ -324,7 +324,7 @@ class System(Supervisor):
             self.start(name)
 
     def pair(self) -> None:
-        """Two faults, and the end of both in any order; then a step of the trainer."""
+        """Do two faults, and end both in any order; then require a step of the trainer."""
         names = [*self.children, *["disk"] * 3 * self.has_disk]
         first = self.rng.choice(names)
         second = self.rng.choice([name for name in [*names, "reboot"] if name != first])
@@ -349,7 +349,7 @@ class System(Supervisor):
             time.sleep(0.01)
 
     def say_where(self) -> None:
-        """Have each process write its stacks into its log."""
+        """Have processes write their stacks into their logs."""
         for child in self.children.values():
             os.kill(child.pid, signal.SIGUSR1)
         time.sleep(1.0)
@@ -370,12 +370,12 @@ class System(Supervisor):
             time.sleep(0.001)
 
     def undelivered(self) -> list[int]:
-        """Count the records of the trainer's bus and of the source that nobody has read."""
+        """Count the unread records of the trainer's bus and of the source."""
         with shmbus.Bus.open(self.trainer_bus) as trainer, shmbus.Bus.open(self.source) as source:
             return [trainer.stats().undelivered, source.stats().undelivered]
 
     def audit(self) -> dict[str, Any]:
-        """Compare what was trained with what was offered, sampled and scored."""
+        """Compare the trained with the offered, sampled and scored."""
         offered = int.from_bytes(self.over[8:16], "little")
         sampled: dict[tuple[int, ...], list[Any]] = defaultdict(list)
         for record in self.records:
@@ -411,7 +411,7 @@ class System(Supervisor):
         }
 
 
-#: What an agent meets where its recorder or engine dies; the sample is asked for again.
+#: Errors of an agent after its recorder's or engine's death; the sample is asked for again.
 AGENT_FAULTS = (
     OSError,
     ValueError,
@@ -456,7 +456,7 @@ def line_of(group: shmbus.Group) -> list[Any]:
 
 
 def take_sampled(row: list[Any], sampled: dict[tuple[int, ...], list[Any]]) -> bool:
-    """Whether engines sampled each trained token of a row, which no other sample has."""
+    """Whether engines sampled each trained token of a row, for this sample alone."""
     ids, mask, logprobs = row
     at = 0
     while at < len(ids):

@@ -1,13 +1,12 @@
-"""Full load under random deaths and stops, as a program: prints one JSON report.
+"""Full load under random deaths and stops, as a program: prints a JSON report.
 
-Producers put groups of four, several under way at once, each sample with content that follows from
-its number; a consumer checks all of it. Both are killed and stopped at random, the consumer is slow
-at times, and the bus is small, so that it is often full. Every group has a byte in memory that all
-share, in which its producer and the consumer note its progress, so that the audit at the end needs
-no process that could have died.
+Producers put groups of four, several under way at once; a sample's content follows from its number,
+and a consumer checks every sample. Both get killed and stopped at random, the consumer slows at
+times, and the bus is small, hence often full. A byte in shared memory for every group holds the
+progress notes of its producer and the consumer: the audit at the end needs no mortal process.
 
-Usage: ``PYTHONPATH=tests python tests/process/soak.py NAME SECONDS SEED [KILLS]``. With a number
-of kills the soak ends after so many deaths of producers, and does mostly these.
+Usage: ``PYTHONPATH=tests python tests/process/soak.py NAME SECONDS SEED [KILLS]``. A number of
+kills ends the soak after so many deaths of producers, and makes most faults such deaths.
 """
 
 import contextlib
@@ -27,16 +26,16 @@ CAPACITY = "16MiB"
 PRODUCERS = 8
 SIZE = 4
 SIZES = (0, 3, 500, 2000, 9000, 18_000, 60_000, 300_000)
-#: Faults that a soak has at least, however long they take.
+#: Least faults of a soak, however long they take.
 LEAST = {"producer kills": 12, "consumer kills": 3}
 MAX_LIVES = 16_384
 GROUPS_A_LIFE = 8192
 #: Notes of a group: begun by its producer, committed whole, acknowledgement begun, done; faults.
 PUT, WHOLE, ACKING, ACKED, DOUBLED, TORN = 1, 2, 4, 8, 16, 32
-#: Longer than any stop, so that it ends only what a dead producer left incomplete.
+#: Longer than any stop: ends only groups left incomplete by a dead producer.
 GROUP_TIMEOUT_S = 20.0
 LONGEST_STOP_S = 1.0
-#: Without an acknowledgement for so long, though the consumer runs, something hangs.
+#: Longest pause of acknowledgements beside a running consumer; a longer pause is a hang.
 HANG_S = 30.0
 CYCLE = (np.arange(max(SIZES) + 251) % 251).astype(np.uint8)
 
@@ -57,7 +56,7 @@ def sample_of(life: int, number: int, index: int) -> dict[str, Any]:
 
 
 class Notes:
-    """One byte for each group of each life, in memory that forked processes share."""
+    """A byte for each group of each life, in memory shared by forked processes."""
 
     def __init__(self) -> None:
         memory = mmap.mmap(-1, MAX_LIVES * GROUPS_A_LIFE)
@@ -65,7 +64,7 @@ class Notes:
         self.counts = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
 
     def add(self, life: int, number: int, note: int) -> None:
-        """Only one process at a time writes a group's byte."""
+        """Add a note; a single process at a time writes a group's byte."""
         self.groups[life, number] |= note
 
 
@@ -99,7 +98,7 @@ def produce(name: str, notes: Notes, life: int, seed: int) -> None:
                 with producer.reserve(**sample, fields=fields, timeout=None) as slot:
                     slot["data"][:] = data
         if not left:
-            # Bytes of the producer's alone: the consumer's are in another array.
+            # The producer's bytes; the consumer's lie in a second array.
             notes.add(life, group, WHOLE)
             del under_way[at]
     producer.close()
@@ -126,7 +125,7 @@ def take_some(consumer: shmbus.Consumer, answers: Notes, timeout: float) -> int:
 
 
 def judge(group: shmbus.Group, answers: Notes) -> tuple[int, int]:
-    """Note that a group is about to be acknowledged, and whether it is what was put."""
+    """Note a coming acknowledgement, and whether the group equals the put."""
     life, number = map(int, group.instance_id.split("-"))
     note = ACKING
     for index, sample in enumerate(group):
@@ -138,7 +137,7 @@ def judge(group: shmbus.Group, answers: Notes) -> tuple[int, int]:
 
 
 class Soak(Supervisor):
-    #: The fault that an argument of the program counts.
+    #: The fault counted by the program's argument.
     COUNTED = "producer kills"
 
     def __init__(self, name: str, seed: int, kills: int = 0) -> None:
@@ -197,7 +196,7 @@ class Soak(Supervisor):
         return little or time.monotonic() < end
 
     def run(self, seconds: float) -> int:
-        """Act until time is over and enough was done; return how often nothing moved too long."""
+        """Act until time is over and enough was done; return the number of hangs."""
         end = time.monotonic() + seconds
         seen, self.moved_s = -1, time.monotonic()
         while self.goes_on(end):
@@ -226,7 +225,7 @@ class Soak(Supervisor):
 
 
 def audit(soak: Soak, ledger: shmbus.Ledger, hangs: int) -> dict[str, object]:
-    """Compare what producers noted with what the consumer noted."""
+    """Compare the producers' notes with the consumer's."""
     whole = (soak.notes.groups & WHOLE) != 0
     acking = (soak.answers.groups & ACKING) != 0
     begun = soak.notes.groups != 0

@@ -1,7 +1,7 @@
-"""Many clients of one daemon, in any order, some of them bad: each is served, and nothing is left.
+"""Many clients of a daemon, in any order, some of them bad: each is served, and nothing remains.
 
-The suite runs short forms; SHMBUS_TEST_CROWD, SHMBUS_TEST_CYCLES and SHMBUS_TEST_FUZZ say how many
-groups, cycles and messages a long one has.
+The suite runs short forms; SHMBUS_TEST_CROWD, SHMBUS_TEST_CYCLES and SHMBUS_TEST_FUZZ set the
+groups, cycles and messages of a long form.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ Served = Callable[..., Daemon]
 
 RANKS = 8
 PRODUCERS = 64
-#: Processes that share the producers: each is a handle of its own all the same.
+#: Processes shared by the producers; each producer keeps a separate handle.
 SENDERS = 2
 GROUPS = int(os.environ.get("SHMBUS_TEST_CROWD", "1500"))
 CYCLES = int(os.environ.get("SHMBUS_TEST_CYCLES", "200"))
@@ -160,7 +160,7 @@ def assert_nothing_is_held(name: str, daemon: int) -> None:
             what="the producers' slots to be free",
         )
         wait_until(lambda: only_the_collector_holds(name), what="the producers' runs to be free")
-        # Its spare run, and, where the bus was ever short of room, the one that it moves into.
+        # Its spare run, and the target of moves after a shortage of room.
         assert segment.extent_count - segment.free_extents() <= 2
     finally:
         segment.close()
@@ -210,7 +210,7 @@ def test_attaching_and_leaving_leaks_nothing(daemon: Served, bus_name: str) -> N
     assert_nothing_is_held(bus_name, served.child.pid)
 
 
-# -- whatever clients may say
+# -- any messages of clients
 
 
 def any_value(draw: random.Random, depth: int = 0) -> Any:
@@ -232,7 +232,7 @@ def any_value(draw: random.Random, depth: int = 0) -> Any:
 
 
 def some_request(draw: random.Random, kind: str) -> messages.Request:
-    """What a client of this kind may say, with any numbers."""
+    """Return a possible message of a client of this kind, with any numbers."""
     number = draw.choice([0, 1, 2, 7, draw.randrange(1, 5000), 2**63 - 1])
     numbers = [draw.randrange(1, 3000) for _ in range(draw.randrange(5))]
     wait_s = draw.choice([0.0] * 12 + [0.001, 1e12, None])
@@ -255,7 +255,7 @@ def some_request(draw: random.Random, kind: str) -> messages.Request:
 
 
 def harmed(draw: random.Random, data: bytes) -> bytes:
-    """The same with a value that it should not have, or with bytes that nobody wrote."""
+    """Return the same with an improper value, or with damaged bytes."""
     fields = msgspec.msgpack.decode(data[4:])
     if draw.random() < 0.5:
         fields[draw.choice(sorted(fields))] = any_value(draw)
@@ -269,7 +269,7 @@ def harmed(draw: random.Random, data: bytes) -> bytes:
 
 
 def some_talk(draw: random.Random, name: str) -> tuple[bytes, int]:
-    """All that one client says, and how much of it is heard: what follows harm may not be."""
+    """Return a client's messages, and the heard part: damage may end the daemon's attention."""
     kind = draw.choice(["plain", "plain", "claims", "rank", "observer"])
     options: dict[str, Any] = {
         "claims": {"client": 3},
@@ -292,7 +292,7 @@ def some_talk(draw: random.Random, name: str) -> tuple[bytes, int]:
 
 
 def say(name: str, data: bytes) -> int:
-    """Send it all while reading; bytes of the answers, until the daemon has closed."""
+    """Send everything while reading; return the answers' bytes until the daemon closes."""
     got = 0
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(30)

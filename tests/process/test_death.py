@@ -55,7 +55,7 @@ def drain(consumer: shmbus.Consumer, records: int, seconds: float = 60.0) -> int
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the kernel has stopped a process: its state follows its name, in parentheses."""
+    """Whether the kernel stopped a process: the state follows the name, in parentheses."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
@@ -144,7 +144,7 @@ time.sleep(600)
         child.send_signal(signal.SIGSTOP)
         wait_until(lambda: is_stopped(child.pid), what="the writer to be stopped")
         for _ in range(SWEEPS):
-            # Each call sweeps for dead producers; a stopped one is not dead.
+            # Each call sweeps for dead producers; a stopped producer lives.
             held = consumer.stats()
             assert held.producers == 1 and held.free < held.capacity - 900_000
         child.kill()
@@ -240,7 +240,7 @@ os.kill(os.getpid(), signal.SIGKILL)
             child = int(note.read_text())
             os.kill(child, 0)
             if reads:
-                # Nor is the bus kept from another reader, and the next one.
+                # The bus stays open for a second reader, and the next.
                 shmbus.Consumer(bus_name).close()
                 consumer = stack.enter_context(shmbus.Consumer(bus_name))
             wait_until(

@@ -75,7 +75,7 @@ def test_workers_end_by_themselves_when_the_trainer_is_killed(
     assert len(workers) == 2
     child.kill()
     for path in segments_of(child):
-        path.unlink()  # nobody is left who could
+        path.unlink()  # no process remains to do so
 
     def gone() -> bool:
         return not any(Path(f"/proc/{pid}").exists() for pid in workers)

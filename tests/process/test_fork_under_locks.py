@@ -1,4 +1,4 @@
-"""A child that is forked while its parent's threads hold locks never waits for them."""
+"""A child forked while its parent's threads hold locks never waits for them."""
 
 import os
 import pickle
@@ -24,7 +24,7 @@ def answers(call: Callable[[], Any]) -> None:
 
 
 def fork_and_call(calls: list[Callable[[], Any]]) -> None:
-    """Have a forked child make all calls, and require that it ends."""
+    """Have a forked child make every call, and require its end."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -61,7 +61,7 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
         if served:
             daemon("--sample-retries", 2)
         consumer = Consumer(bus_name, daemon=served, **({} if served else {"sample_retries": 2}))
-        # A producer that waits for space needs a consumer to end: they stop one after the other.
+        # A producer waiting for space needs a consumer to end: stop them in order.
         over, read = threading.Event(), threading.Event()
 
         def work(call: Callable[[int], Any], until: threading.Event) -> threading.Thread:
@@ -76,7 +76,7 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
             return thread
 
         def fail(number: int) -> None:
-            # Of few groups, each of which is given up after some failures: they don't fill the bus.
+            # Few groups, given up after some failures: the bus stays unfilled.
             producer.fail(f"f{number % 64}", 0, "down", group_size=1, timeout=60)
 
         producing = [

@@ -1,16 +1,15 @@
-"""A week of a run, in minutes: a whole system under what goes wrong in a week, and an exact audit.
+"""A week of a run, in minutes: a whole system under a week's faults, and an exact audit.
 
-Ranks that train in step as under torchrun (one dies, all start again from the newest checkpoint),
-a daemon, prefetch, evaluation, weights, workers. Meanwhile: samples that fail, an engine that is
-away, a judge that raises; workers, ranks, the daemon or all of it killed; a worker or a
-rank stopped; the number of ranks changed; the bus saved, removed and restored.
+Ranks train in step as under torchrun (after a death everybody restarts from the newest checkpoint),
+with a daemon, prefetch, evaluation, weights, workers. Meanwhile: failing samples, an absent engine,
+a raising judge; workers, ranks, the daemon or everything killed; a worker or a rank stopped; the
+number of ranks changed; the bus saved, removed and restored.
 
-A checkpoint holds what its model was trained on, so the audit is exact: every prompt up to the last
-position was trained once, but for those whose sample always fails, which were given up.
+A checkpoint lists its model's training samples, so the audit is exact: every prompt up to the last
+position was trained once; prompts with an always failing sample were given up.
 
 Usage: ``PYTHONPATH=tests python tests/process/week.py NAME STEPS SEED [alone]``; ``alone`` runs one
-embedded trainer without a daemon. Prints one JSON report, and exits with 1 where the audit finds
-anything.
+embedded trainer without a daemon. Prints a JSON report, and exits with 1 for any finding.
 """
 
 import contextlib
@@ -40,17 +39,17 @@ from trainer_adapter import OnlineDataHandler
 
 WORKERS, GROUP_SIZE, GROUPS_PER_RANK = 3, 4, 2
 SCHEMA = {"tokens": "int32", "logprobs": "float32"}
-#: Prompts of which one sample fails whenever it is made, so that they are given up.
+#: Prompts with a sample that always fails, to be given up.
 ALWAYS_FAILS_EVERY, ALWAYS_FAILS_AT = 41, 17
 FAILS, JUDGE_RAISES = 0.01, 0.02
 EVALUATE_EVERY, EVALUATED = 10, 3
-#: What a step computes for; the system does the rest meanwhile.
+#: A step's time of computing; the system does the rest meanwhile.
 STEP_S = 0.02
 #: An outage of half a minute among steps of seconds, scaled to these steps.
 ENGINE_AWAY_S = 1.5
 HANG_S = 60.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 BACKOFF = (0.05, 0.5)
-#: A line for each sample that failed by chance: where one did so each time, it is given up.
+#: A line for each chance failure: a sample with failures only is given up.
 UNLUCKY, SAMPLE_RETRIES = "unlucky-samples", 2
 
 
@@ -118,7 +117,7 @@ def work(name: str, folder: Path, seed: int) -> None:
 
 
 class Checkpoints:
-    """A folder with one folder a step, whole once it has its name."""
+    """A folder with a folder a step, whole once named."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "checkpoints"
@@ -128,7 +127,7 @@ class Checkpoints:
         return [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
 
     def newest(self) -> tuple[int, list[dict[str, Any]]]:
-        """Return the step and the states of all ranks; step 0 and none where there is none."""
+        """Return the newest step and the ranks' states; step 0 and no states at first."""
         steps = self.steps()
         if not steps:
             return 0, []
@@ -136,7 +135,7 @@ class Checkpoints:
         return max(steps), [pickle.loads(path.read_bytes()) for path in ranks]
 
     def save(self, life: str, step: int, rank: int, ranks: int, state: dict[str, Any]) -> None:
-        """Save a rank's state, and wait for those of the others: the barrier of a step."""
+        """Save a rank's state, and wait for its siblings': the barrier of a step."""
         part = self.folder / f"{step}-{life}"
         part.mkdir(exist_ok=True)
         written = self.folder / f"{step}-{life}-{rank}"
@@ -202,14 +201,14 @@ def train(name: str, folder: Path, life: str, rank: int, ranks: int, last: int, 
             state = {"handler": handler.state_dict(), "version": version}
             state |= {"trained": trained, "twice": twice}
             checkpoints.save(life, handler.step, rank, ranks, state)
-            time.sleep(STEP_S * rng.random())  # a death here finds it trained and not acknowledged
+            time.sleep(STEP_S * rng.random())  # a death here leaves a trained batch unacknowledged
             handler.ack(batch)
             if rank == 0 and handler.step % EVALUATE_EVERY == 0:
                 evaluate(handler)
 
 
 def join(name: str, rank: int, ranks: int, alone: bool, **options: Any) -> OnlineDataHandler:
-    """Attach as soon as there is a daemon which knows that the life before has ended."""
+    """Attach as soon as a daemon knows the end of the previous life."""
     end = time.monotonic() + HANG_S
     while True:
         try:
@@ -229,7 +228,7 @@ def join(name: str, rank: int, ranks: int, alone: bool, **options: Any) -> Onlin
 
 
 def sample_ids(batch: Any) -> Iterator[tuple[str, int]]:
-    """Give prompt and index of each sample; the tokens say which they are."""
+    """Yield prompt and index of each sample, as told by the tokens."""
     starts = batch.cu_seqlens[:-1].tolist()
     for id_, start in zip(batch.instance_ids, starts, strict=True):
         number, index = batch.tokens[start : start + 2].tolist()
@@ -245,9 +244,9 @@ def publish(model: torch.nn.Linear, publisher: WeightPublisher | None, version: 
 
 
 def evaluate(handler: OnlineDataHandler) -> None:
-    """Ask some prompts of the other split, and wait for their groups.
+    """Request prompts of the eval split, and wait for their groups.
 
-    The last that is left may be given up while the engine is away: it has nothing beside it.
+    The last remaining prompt may be given up during the engine's absence, without company.
     """
     asked = {f"eval-{handler.step}-{number}" for number in range(EVALUATED)}
     for number, id_ in enumerate(sorted(asked)):
@@ -263,7 +262,7 @@ def evaluate(handler: OnlineDataHandler) -> None:
         asked &= {id_ for id_, _, split in handler._consumer.open_requests() if split == "eval"}
 
 
-# --- what goes wrong
+# --- the faults
 
 
 class Week(Supervisor):
@@ -398,7 +397,7 @@ class Week(Supervisor):
             assert self.children.pop(name).wait() == 0, name
 
     def check(self) -> None:
-        """Check that no process failed; a rank may be at its end."""
+        """Check the processes for failures; a rank may be at its end."""
         for name, child in self.children.items():
             assert not child.look() or child.status == 0, f"{name} ended with {child.status}"
 
@@ -409,9 +408,9 @@ class Week(Supervisor):
         return out.getvalue()
 
     def audit(self) -> dict[str, Any]:
-        """Compare what the last checkpoint was trained on with the data."""
+        """Compare the last checkpoint's training samples with the data."""
         step, states = Checkpoints(self.folder).newest()
-        # Each rank's begins with that of all, from the checkpoint that it resumed.
+        # A rank's list begins with the common list of its resumed checkpoint.
         whole = {each for state in states for each in state["trained"]}
         common = set.intersection(*(state["trained"] for state in states))
         since = Counter(each for state in states for each in state["trained"] - common)
@@ -472,7 +471,7 @@ def main() -> int:
 
 
 def final_ledger(name: str) -> dict[str, Any]:
-    """Return what a last life finds: a reader that takes nothing, after everybody has gone."""
+    """Return the ledger of a last life: a reader that takes nothing, after everybody's end."""
     with shmbus.Consumer(name, daemon=False) as consumer:
         consumer.take(timeout=0)
         ledger = consumer.stats()

@@ -1,4 +1,4 @@
-"""A harness that knows HTTP alone, and its engine's log of the samples."""
+"""A harness over HTTP alone, and its engine's log of the samples."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ from shmbus.recorder.server import serving
 from shmbus.recorder.settings import Settings
 
 _TURNS, _TURNS_AFTER = 3, 2
-#: A sample's score is its letters by this: exact in any type of float.
+#: A sample's score, from its letters: exact in any type of float.
 _LETTERS_A_POINT = 16
 
 
 class Row(NamedTuple):
-    """A whole conversation; logprobs are 0 where the mask is."""
+    """A whole conversation; a mask of 0 has logprobs of 0."""
 
     tokens: list[int]
     mask: list[int]
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What an engine knows of the calls of one session."""
+    """An engine's log of a session's calls."""
 
     rows: list[Row]
     score: float
@@ -82,7 +82,7 @@ def play(
 
 @contextmanager
 def playing(url: str, **options: Any) -> Iterator[None]:
-    """Make samples, one after the other, until the block is left."""
+    """Make samples in sequence, until the block's end."""
     over = threading.Event()
 
     def work() -> None:
@@ -95,11 +95,11 @@ def playing(url: str, **options: Any) -> Iterator[None]:
             yield
         finally:
             over.set()
-            working.result()  # what it raised is why the block waited in vain
+            working.result()  # raises the reason for the block's vain wait
 
 
 def log_of(engine: StubEngine) -> dict[str, Sample]:
-    """Return what was sampled, by ``instance_id[index]``."""
+    """Return the samples, by ``instance_id[index]``."""
     found: dict[str, list[list[Sampled]]] = {}
     for one in engine.record:
         messages = one.body["messages"]
@@ -112,7 +112,7 @@ def log_of(engine: StubEngine) -> dict[str, Sample]:
 
 def _sample(conversations: list[list[Sampled]]) -> Sample:
     calls = [one for each in conversations for one in each]
-    # Without rows of ranks, an engine's version is what tells its prefix caches apart.
+    # Without rows of ranks, an engine's version separates its prefix caches.
     versions = [int(one.body["cache_salt"].partition(".")[0]) for one in calls]
     letters = sum(len(one.output) - 1 for one in calls)
     return Sample(

@@ -1,4 +1,4 @@
-"""What clients, harnesses and engines get wrong: a status that says what to do, nothing trained."""
+"""Mistakes of clients, harnesses and engines: a status with a remedy, nothing trained."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def call(session: shmbus.Session, body: Any = CALL, path: str = "chat/completion
 
 
 def asked_again(scene: Scene) -> shmbus.Request:
-    """Return the sample that failed, as it is asked for again; nothing of it was put."""
+    """Return the failed sample, asked for again; nothing of the failure was put."""
 
     def look() -> shmbus.Request | None:
         assert not scene.consumer.take(1, timeout=0.02)
@@ -46,7 +46,7 @@ def failed_alone(session: shmbus.Session, scene: Scene) -> str:
 
 
 def broken_stream(session: shmbus.Session, body: dict[str, Any], path: str) -> None:
-    """Check that a call ends with 404, or with an error where its stream had begun."""
+    """Check a call's end: 404, or an error in a begun stream."""
     data = json.dumps(body).encode()
     request = urllib.request.Request(
         f"{session.base_url}/{path}", data, {"Authorization": f"Bearer {session.api_key}"}
@@ -252,7 +252,7 @@ def test_tokens_after_the_end_of_a_stream_fail(session: shmbus.Session, scene: S
 @pytest.mark.parametrize("fault", ["die_mid", "abort"])
 def test_a_dying_engine_returns_samples(fault: str, session: shmbus.Session, scene: Scene) -> None:
     scene.engine.script, scene.engine.faults = ["some words"], [fault]
-    scene.engine.token_s = 0.02  # something has gone out before
+    scene.engine.token_s = 0.02  # a first part went out before
     broken_stream(session, {**CALL, "stream": True}, "chat/completions")
     assert refused(call(session)) == (404, "engine")
     assert not session.finish(1.0)

@@ -1,4 +1,4 @@
-"""Work on a chunk of a stream is as long as the chunk, counted in what is copied."""
+"""Work on a chunk of a stream is proportional to the chunk, counted in copies."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ class Work:
 
 
 class Ids(list[int]):
-    """Ids of a chunk: what they are appended to by making a new list is counted."""
+    """Ids of a chunk: counts the lists copied for an append."""
 
     def __radd__(self, before: list[int]) -> list[int]:
         Work.copied += len(before)
@@ -36,7 +36,7 @@ class Ids(list[int]):
 
 
 class Text(str):
-    """A piece of a text: what it is appended to by making a new text is counted."""
+    """A piece of a text: counts the texts copied for an append."""
 
     def __radd__(self, before: str) -> str:
         Work.copied += len(before)
@@ -71,7 +71,7 @@ def delta_of(kind: str, number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["content", "reasoning", "tool"])
 @pytest.mark.parametrize("path", sorted(DIALECTS.keys() - {"/v1/completions"}))
 def test_chunks_cost_no_more_later(kind: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The library's encoder takes no text that counts.
+    # The library's encoder takes no counting text.
     monkeypatch.setattr(event_stream, "_encode", lambda data: json.dumps(data).encode())
     body: dict[str, Any] = {"model": "m", "messages": [], "input": "x", "max_tokens": 9}
     dialect = DIALECTS[path]({**body, "stream": True}, {})

@@ -1,4 +1,4 @@
-"""A conversation under the chat template of each model family is one row.
+"""A conversation under the chat template of each model family is a single row.
 
 `SHMBUS_TEST_TEMPLATES` names a folder of templates, which `make test-templates` downloads.
 """
@@ -66,7 +66,7 @@ _WORD = re.compile(
 
 
 class Tokenizer:
-    """A letter is a token, and so is a special word of a template."""
+    """A token for each letter, and for each special word of a template."""
 
     def __init__(self) -> None:
         self.special: dict[str, int] = {}

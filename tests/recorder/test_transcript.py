@@ -1,4 +1,4 @@
-"""Rows from turns: what is joined, what begins a row, and what is trained, against an oracle."""
+"""Rows from turns, against an oracle: continued rows, new rows, trained tokens."""
 
 import random
 from typing import Any
@@ -226,7 +226,7 @@ class Counted(np.ndarray[Any, np.dtype[np.int32]]):
 
 
 class Letters(str):
-    """Text that counts the letters that are cut out of it."""
+    """Text that counts the letters of its slices."""
 
     work = 0
 

@@ -1,18 +1,18 @@
-/* Visits every state of a system of parts that send each other messages.
+/* Visits every state of a system of parts that exchange messages.
  *
- * A state is what each part is, by a number, the messages that are under way, and how many faults
- * may come still. What a part does with a message is asked of the caller, once for each state of
- * that part: whole states are many, and those of a part are few. So the parts are real programs,
- * as slow as they are, and the search is as fast as its tables.
+ * A state consists of each part's number, the messages under way, and the remaining faults. The
+ * search asks the caller for a part's reaction to a message, once for each state of the part: whole
+ * states are many, states of a part are few. So the parts are real programs, however slow, and the
+ * search runs at the speed of its tables.
  *
  * Invariants:
  *
- * - Messages are a bag without an order: each of them may arrive next.
- * - A state is known by 64 bits of its hash. Among 10^8 states one is taken for another with a
- *   probability of 3 in 10,000.
- * - States are visited in the order of their distance, so the way to a bad one is a shortest one.
- * - A message is taken out of a state only if its part would do nothing with it then, and the
- *   caller says that this stays so. */
+ * - Messages are a bag without an order: any of them may arrive next.
+ * - A hash of 64 bits identifies a state. Among 10^8 states two collide with a probability of 3 in
+ *   10,000.
+ * - States are visited in the order of their distance: the way to a bad state is a shortest way.
+ * - A message leaves a state only if its part would ignore the message now, and by the caller's
+ *   word for good. */
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,52 +21,52 @@
 
 enum {
     PARTS = 4,
-    RESTLESS_PARTS = 2, /* the first ones: others only answer */
+    RESTLESS_PARTS = 2, /* the first parts: the rest only answer */
     MOST_MESSAGES = 96, /* under way at once */
     MOST_SAID = 96,     /* by a part at once */
-    /* A message: its number, whom it is for, and one bit for each part that sent or awaits it. */
+    /* A message: its number, its receiver, and a bit for each part that sent or awaits it. */
     NUMBER_BITS = 22,
     FOR_BITS = 2,
-    /* What a part does beside taking messages. */
+    /* A part's inputs beside messages. */
     DIE = (1 << NUMBER_BITS) - 1,
     STEP = DIE - 1,
     ASK = DIE - 2,
 };
 
-/* A part that can do a step of its own. */
+/* A part with a step of its own. */
 #define CAN_STEP (UINT32_C(1) << 31)
 
-/* What the caller says of an input. */
+/* The caller's verdict on an input. */
 enum {
-    FOR_NOTHING = 1,            /* nothing happens, and never will */
-    FOR_NOTHING_IN_HIS_LIFE = 2, /* nothing happens while this part lives */
+    FOR_NOTHING = 1,             /* ignored, now and for ever */
+    FOR_NOTHING_IN_HIS_LIFE = 2, /* ignored while this part lives */
     VIOLATION = 4,
 };
 
-/* Kinds of events, in the upper bits of one; the lower ones have the message or the part. */
+/* Kinds of events, in the upper bits of an event; the lower bits hold the message or the part. */
 enum { DELIVER, LOSE, DOUBLE, STEPPED, DIED, DIED_WITH_MESSAGES, ASKED, ASKED_AT_REST };
 #define EVENT_SHIFT 28
 
-/* What a search returns below 0. */
+/* Negative results of a search. */
 enum { TOO_MANY_STATES = -1, TOO_MANY_MESSAGES = -2, NO_MEMORY = -3, BAD = -4, NO_END = -5 };
 
 struct state {
     uint32_t part[PARTS];
-    uint8_t deaths, losses, doubles, hurries; /* faults that may come still */
+    uint8_t deaths, losses, doubles, hurries; /* remaining faults */
     uint32_t count;
     uint32_t message[MOST_MESSAGES];
 };
 
 struct system_of_parts {
-    /* Writes the part's next number, flags and what it says; returns how many words. */
+    /* Writes the part's next number, flags and messages; returns the count of words. */
     int (*next)(uint32_t part, uint32_t number, uint32_t input, uint32_t *into);
-    /* The same of all parts at once, once nothing is under way: what they ask again. Returns 0 at a
-     * good end, and below 0 at a bad one. */
+    /* The same for every part at once, with nothing under way: repeated questions. Returns 0 at a
+     * good end, and below 0 at a bad end. */
     int (*rest)(const uint32_t *parts, uint32_t *into);
 };
 
 struct transition {
-    uint64_t key; /* 0: none */
+    uint64_t key; /* 0: empty */
     size_t at;    /* of `said` */
 };
 
@@ -78,18 +78,18 @@ struct search {
     struct system_of_parts system;
     struct transition *transitions;
     size_t transition_slots, transition_count;
-    uint32_t *said; /* number of words, then those */
+    uint32_t *said; /* number of words, then the words */
     size_t said_used, said_room;
     uint64_t *seen;
     size_t seen_slots;
     struct parent *parents;
     size_t count, parent_room;
-    uint32_t *queue; /* states that were seen and not visited, one behind another */
+    uint32_t *queue; /* seen states before their visit, in order */
     size_t first, last, queue_room;
     size_t most_states;
     uint64_t events;
     struct parent bad;
-    uint32_t longest; /* rounds of asking that a rest took to its end, at most */
+    uint32_t longest; /* most rounds of asking from a rest to its end */
 };
 
 static uint64_t mix(uint64_t h) {
@@ -133,12 +133,12 @@ static bool concerns(uint32_t message, uint32_t part) {
     return message >> (NUMBER_BITS + FOR_BITS) >> part & 1;
 }
 
-/* Whether it crosses a network: what concerns nobody is an event that has happened. */
+/* Whether a message crosses a network: an event without receivers happens at once. */
 static bool may_fail(uint32_t message) {
     return message >> (NUMBER_BITS + FOR_BITS);
 }
 
-/* --- what parts do, asked once -------------------------------------------------------------- */
+/* --- reactions of parts, asked once ---------------------------------------------------------- */
 
 static bool more_transitions(struct search *s) {
     size_t slots = s->transition_slots ? s->transition_slots * 2 : 1 << 16;
@@ -158,7 +158,7 @@ static bool more_transitions(struct search *s) {
     return true;
 }
 
-/* What the part says to an input, as the caller wrote it, with the number of words first. */
+/* The part's answer to an input, as written by the caller, with the number of words first. */
 static const uint32_t *ask(struct search *s, uint32_t part, uint32_t number, uint32_t input) {
     number &= ~CAN_STEP;
     uint64_t key = (uint64_t)number << 32 | (uint64_t)(part + 1) << NUMBER_BITS | input;
@@ -188,7 +188,7 @@ static const uint32_t *ask(struct search *s, uint32_t part, uint32_t number, uin
 
 /* --- states ---------------------------------------------------------------------------------- */
 
-/* Sends what was said; false if too much is under way. */
+/* Sends the answer; false if too much is under way. */
 static bool send(struct state *s, const uint32_t *messages, uint32_t count) {
     if (s->count + count > MOST_MESSAGES)
         return false;
@@ -213,7 +213,7 @@ static void lose_all_of(struct state *s, uint32_t part) {
     s->count = left;
 }
 
-/* Has a part take an input. Returns 0, or why the search ends. */
+/* Has a part take an input. Returns 0, or the reason for the search's end. */
 static int act(struct search *search, struct state *s, uint32_t part, uint32_t input) {
     const uint32_t *done = ask(search, part, s->part[part], input);
     if (!done)
@@ -224,7 +224,7 @@ static int act(struct search *search, struct state *s, uint32_t part, uint32_t i
     return send(s, done + 3, done[0] - 2) ? 0 : TOO_MANY_MESSAGES;
 }
 
-/* Takes out what would do nothing whenever it came. */
+/* Removes messages that any receiver would ignore at any time. */
 static int without_the_dead(struct search *search, struct state *s) {
     for (uint32_t i = 0; i < s->count;) {
         uint32_t message = s->message[i], part = part_of(message);
@@ -248,7 +248,7 @@ static bool at_rest(const struct state *s) {
     return rest;
 }
 
-/* Does one event. Returns 0, or why the search ends; 1 at an end where nothing is to be asked. */
+/* Does an event. Returns 0, or the reason for the search's end; 1 at an end without questions. */
 static int happen(struct search *search, struct state *s, uint32_t event) {
     uint32_t kind = event >> EVENT_SHIFT, what = event & ((1u << EVENT_SHIFT) - 1);
     int why = 0;
@@ -317,7 +317,7 @@ static bool more_seen(struct search *s) {
     return true;
 }
 
-/* Queues a state that was not seen before. */
+/* Queues an unseen state. */
 static int meet(struct search *s, const struct state *state, struct parent from) {
     uint64_t hash = hash_of(state);
     size_t at = hash & (s->seen_slots - 1);
@@ -354,7 +354,7 @@ static void copy_state(struct state *to, const struct state *from) {
     memcpy(to, from, words_of(from) * sizeof(uint32_t));
 }
 
-/* Follows one order from a rest: whether it comes to a good end, without another fault. */
+/* Follows a single order from a rest; true for a good end without a further fault. */
 static int follow_to_end(struct search *search, const struct state *from) {
     enum { MOST_ROUNDS = 32, MOST_EVENTS = 4096 };
     struct state s;
@@ -384,7 +384,7 @@ static int follow_to_end(struct search *search, const struct state *from) {
     return NO_END;
 }
 
-/* Tries one event from a state. */
+/* Tries an event from a state. */
 static int attempt(struct search *search, const struct state *from, uint32_t number,
                    uint32_t event) {
     struct state s;
@@ -392,7 +392,7 @@ static int attempt(struct search *search, const struct state *from, uint32_t num
     search->events++;
     int why = happen(search, &s, event);
     struct parent parent = {number, event};
-    if (event >> EVENT_SHIFT <= DOUBLE) /* as its number, since its place says nothing to anybody */
+    if (event >> EVENT_SHIFT <= DOUBLE) /* as its number: its place means nothing elsewhere */
         parent.event = (event & ~((1u << EVENT_SHIFT) - 1)) |
                        from->message[event & ((1u << EVENT_SHIFT) - 1)];
     if (!why)
@@ -437,7 +437,7 @@ static int visit(struct search *search, const struct state *s, uint32_t number) 
     return why < 0 ? why : 0;
 }
 
-/* A search from a state, whose words are those of `struct state`; NULL without memory. */
+/* A search from a state, given as the words of `struct state`; NULL without memory. */
 struct search *search_begin(const uint32_t *first, struct system_of_parts system,
                             uint64_t most_states) {
     struct search *s = calloc(1, sizeof *s);
@@ -453,7 +453,7 @@ struct search *search_begin(const uint32_t *first, struct system_of_parts system
     return NULL;
 }
 
-/* Visits all states. Returns 0, or why it has ended. */
+/* Visits every state. Returns 0, or the reason for its end. */
 int search_run(struct search *search) {
     int why = 0;
     for (uint32_t number = 0; !why && search->first < search->last; number++) {
@@ -465,7 +465,7 @@ int search_run(struct search *search) {
     return why;
 }
 
-/* States that were seen; events that were tried; what was asked of parts; rounds to an end. */
+/* Seen states; tried events; questions to parts; rounds to an end. */
 void search_counts(const struct search *s, uint64_t *into) {
     into[0] = s->count;
     into[1] = s->events;
@@ -473,7 +473,7 @@ void search_counts(const struct search *s, uint64_t *into) {
     into[3] = s->longest;
 }
 
-/* Events that lead to where it has ended, the last one first. Returns how many there are. */
+/* Events on the way to the search's end, the last event first. Returns their count. */
 uint32_t search_way(const struct search *s, uint32_t *into, uint32_t room) {
     uint32_t count = 0;
     struct parent at = s->bad;

@@ -1,9 +1,9 @@
-"""Every order of events of parts that send each other messages: the search in C, built and called.
+"""Every order of events among parts that exchange messages: the search in C, built and called.
 
 Invariants:
 
-- What a part does with an input is asked of it once for each of its states, and remembered.
-- A violation comes with the events that lead to it, as few of them as there can be.
+- A part is asked for its reaction to an input once for each of its states; answers are cached.
+- A violation comes with a shortest sequence of events.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ EVENTS = (
 )  # fmt: skip
 MOST_MESSAGES, MOST_SAID = 96, 96
 MOST_EVENTS = 4096
-#: Far above what a correct protocol needs, far below what memory takes: 24 bytes a state.
+#: Far above a correct protocol's needs, far below the memory's limit: 24 bytes a state.
 MOST_STATES = 250_000_000
 FOR_NOTHING, FOR_NOTHING_IN_HIS_LIFE, VIOLATION = 1, 2, 4
 
@@ -38,7 +38,7 @@ S = TypeVar("S")
 
 
 class Said(NamedTuple):
-    """A message, its receiver, and the parties that sent or await it; none for an event."""
+    """A message, its receiver, and the parties that sent or await it; an event has no receiver."""
 
     message: Hashable
     to: int
@@ -46,23 +46,23 @@ class Said(NamedTuple):
 
 
 class Part(Protocol[S]):
-    """A program that takes inputs; `S` is all that it is at one instant, and is never changed."""
+    """A program with inputs; `S`, immutable, is its whole state at an instant."""
 
     def key(self, state: S) -> Hashable:
-        """All that decides what it does from now on."""
+        """Return everything that decides its future."""
 
     def can_step(self, state: S) -> bool:
-        """Whether it would do something by itself."""
+        """Whether it would act by itself."""
 
     def after(self, state: S, given: Any) -> tuple[S, list[Said]]:
-        """What it is after a message, or after DIE, STEP or ASK, and what it says."""
+        """Return state and messages after a message, or after DIE, STEP or ASK."""
 
     def for_nothing(self, state: S, message: Any) -> int:
-        """FOR_NOTHING, or _IN_HIS_LIFE, where its numbers say that it will always be refused."""
+        """Return FOR_NOTHING, or _IN_HIS_LIFE, for a message refused for ever by its numbers."""
 
 
 class Faults(NamedTuple):
-    """How many may happen: deaths, messages that are lost or come twice, asking again too early."""
+    """Limits: deaths, lost or doubled messages, early repetitions of questions."""
 
     deaths: int = 0
     losses: int = 0
@@ -71,7 +71,7 @@ class Faults(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search has seen: of all parts together, and of the parts alone."""
+    """Counts of a search: states of the whole, and of the parts alone."""
 
     states: int
     events: int
@@ -111,7 +111,7 @@ class _State(ctypes.Structure):
 
 
 def _library() -> ctypes.CDLL:
-    """Build the search once for each of its contents."""
+    """Build the search once for each content."""
     compiler = os.environ.get("CC", "cc")
     name = hashlib.sha256(SOURCE.read_bytes() + compiler.encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"shmbus-every-order-{os.getuid()}-{name}.so"
@@ -133,7 +133,7 @@ def _library() -> ctypes.CDLL:
 
 
 class _Search(Generic[S]):
-    """Numbers for states and messages, and the errors that came up between them."""
+    """Numbers of states and messages, and errors raised in between."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Search(Generic[S]):
     def next(self, part: int, number: int, given: int, into: Any) -> int:
         try:
             return self._next(part, number, given, into)
-        except BaseException as error:  # goes through C, and on from there
+        except BaseException as error:  # travels through C, and is raised behind it
             self.error = error
             return -1
 
@@ -224,7 +224,7 @@ def visit_every_order(
     faults: Faults,
     rest: Callable[[Sequence[Any]], tuple[list[Any], list[Said]] | None],
 ) -> Found:
-    """Visit every state of four parts; an error carries the events that lead there as notes."""
+    """Visit every state of four parts; an error carries the way as notes."""
     library = _library()
     search: _Search[Any] = _Search(parts, rest)
     state = _State(

@@ -35,12 +35,12 @@ class RecordHead(NamedTuple):
 
 
 def make_origin(bus: str, producer_id: int, sequence: int) -> Origin:
-    """Return what a record of the bus of this identity is known by."""
+    """Return the name of a record on the bus of this identity."""
     return bytes.fromhex(bus) + struct.pack(">QQ", producer_id, sequence)
 
 
 def healed(journal: Journal, committed: int) -> Journal:
-    """Return what it says once the lane is nobody's: which part of the intent is on the bus."""
+    """Return its report on a free lane: the part of the intent on the bus."""
     done = journal.intent[: committed - journal.before]
     return journal._replace(
         settled=journal.settled.union(done),
@@ -65,7 +65,7 @@ def pack_heads(heads: Iterable[OriginHead]) -> bytes:
 
 
 def head_of(bus: str, head: RecordHead) -> OriginHead:
-    """Return what a head of the bus of this identity is among all buses."""
+    """Return the global name of a head on the bus of this identity."""
     packed = pack_head(make_origin(bus, head.producer_id, head.sequence), head)
     (made,) = _core.unpack_heads(packed, bytes(range(16)))
     return made

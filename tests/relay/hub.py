@@ -20,14 +20,14 @@ import time
 from pathlib import Path
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-#: Few packets, since Python carries each of them.
+#: Few packets: Python carries them.
 MTU = 9000
 _DESTINATION = slice(16, 20)
 _READ_BYTES = 1 << 16
 
 
 def unavailable() -> str:
-    """Say why there can be no hub here; empty where there can."""
+    """Return the obstacle to a hub here; "" without."""
     if os.geteuid() != 0:
         return "namespaces need root"
     for tool in ("ip", "unshare", "nsenter"):
@@ -69,7 +69,7 @@ class Node:
         self.process.stdin.close()
 
     def _child(self) -> int:
-        """Wait until it is in its namespaces, and return its number here."""
+        """Wait until the node is in its namespaces, and return its number here."""
         own = os.stat("/proc/self/ns/net").st_ino
         deadline = time.monotonic() + 30.0
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
@@ -86,9 +86,9 @@ class Node:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End all of it at once: its processes, its memory, its link."""
+        """End the whole at once: processes, memory, link."""
         if self.running:
-            os.kill(self.process.pid, signal.SIGKILL)  # and its child with it
+            os.kill(self.process.pid, signal.SIGKILL)  # its child goes along
         self.process.wait()
 
 
@@ -109,7 +109,7 @@ class Hub:
         self._thread.start()
 
     def add(self, number: int, tun: int) -> None:
-        """Connect a node; a later one of its number takes its place."""
+        """Connect a node, in place of an earlier node of its number."""
         self._tuns[bytes(map(int, address_of(number).split(".")))] = (number, tun)
         self._poll.register(tun, select.POLLIN)
 
@@ -135,7 +135,7 @@ class Hub:
                 packet = os.read(tun, _READ_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # its node has gone
+            except OSError:  # a gone node
                 self._poll.unregister(tun)
                 return
             self.carried += 1
@@ -152,7 +152,7 @@ class Hub:
         if number < 0 or number in self.cut:
             self.lost += 1
             return
-        with contextlib.suppress(OSError):  # it has gone, or takes no more: as networks do
+        with contextlib.suppress(OSError):  # gone or full: lost, as in networks
             os.write(tun, packet)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A whole relay in threads of one process, over mailboxes in its memory."""
+"""A whole relay in threads of this process, over mailboxes in its memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Exchange:
 
 
 class LocalMailbox:
-    """A mailbox of an Exchange. Messages are packed as for any other."""
+    """A mailbox of an Exchange. Messages are packed as usual."""
 
     def __init__(self, exchange: Exchange, address: str) -> None:
         self.address = address
@@ -44,7 +44,7 @@ class LocalMailbox:
     def send(
         self, to: str, message: Message, payload: bytes | bytearray | memoryview = b""
     ) -> None:
-        """Send a message, or lose it where nobody has that address now."""
+        """Send a message, or lose it at an unknown address."""
         with self._exchange.changed:
             box = self._exchange.boxes.get(to)
             if box is not None:
@@ -52,10 +52,10 @@ class LocalMailbox:
                 self._exchange.changed.notify_all()
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no message waits."""
 
     def receive(self, timeout_s: float) -> list[Envelope]:
-        """Return what has come, after at most so long where nothing has."""
+        """Return arrived messages, after at most so long a wait for the first."""
         box = self._exchange.boxes[self.address]
         with self._exchange.changed:
             if not box and timeout_s > 0:
@@ -65,7 +65,7 @@ class LocalMailbox:
 
 
 class Boxes(dict[str, Any]):
-    """The boxes of an exchange, where nothing reaches those that are cut off."""
+    """Boxes of an exchange; nothing reaches an address cut off."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Boxes(dict[str, Any]):
 
 
 class LocalRelay:
-    """Sources, sinks and a coordinator, each in a thread."""
+    """Sources, sinks and a coordinator, a thread each."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class LocalRelay:
     ) -> None:
         self.exchange = Exchange()
         self.boxes = self.exchange.boxes = Boxes()
-        #: Of addresses whose mailbox is another one than that of this version.
+        #: Addresses with a mailbox of a different version.
         self.kinds: dict[str, type[LocalMailbox]] = {}
         self.parties: dict[str, Any] = {}
         self.ended: dict[str, BaseException] = {}
@@ -165,7 +165,7 @@ class LocalRelay:
 
 @contextmanager
 def relay(sources: list[str], sinks: list[str], **options: Any) -> Iterator[LocalRelay]:
-    """A relay for a while; an error in one of its parties is an error here."""
+    """Run a relay; an error in a party is an error here."""
     made = LocalRelay(sources, sinks, **options)
     try:
         yield made
@@ -179,7 +179,7 @@ def relay(sources: list[str], sinks: list[str], **options: Any) -> Iterator[Loca
 def relayed(
     buses: dict[str, str], sources: str, taking: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Any]:
-    """A relay with its trainer's consumer and a producer a source, in this order."""
+    """Run a relay; yield its trainer's consumer and a producer a source, in this order."""
     names = [buses[each] for each in sources]
     with relay(names, [buses["t"]], **options) as made, ExitStack() as stack:
         consumer = stack.enter_context(shmbus.Consumer(buses["t"], **(taking or {})))

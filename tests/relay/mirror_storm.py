@@ -40,7 +40,7 @@ class Plan(NamedTuple):
 
     @property
     def buses(self) -> list[str]:
-        """The nodes' buses, each of which is its mirror's address too."""
+        """The nodes' buses, also the addresses of their mirrors."""
         return [f"{self.name}.m{i}" for i in range(self.nodes)]
 
 
@@ -56,7 +56,7 @@ def work(plan: Plan, address: str) -> None:
 
 
 class Storm:
-    """One run: parties in processes of their own, trainer and engines in threads of this one."""
+    """A run: parties in separate processes, trainer and engines in threads of this process."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -91,7 +91,7 @@ class Storm:
             self.start(address)
 
     def engine(self, bus: str) -> None:
-        """Lease what a node's pool gets, and compare every byte of it."""
+        """Lease the versions of a node's pool, and compare every byte."""
         reader, after = None, 0
         while not self.over.is_set():
             try:
@@ -155,7 +155,7 @@ class Storm:
             self.harm()
 
     def wait_for_one(self, version: int) -> None:
-        """Wait until a node has it, or for no longer than a step of a trainer."""
+        """Wait for a node's version, at most for a trainer's step."""
         until = time.monotonic() + self.rng.uniform(0.0, 0.6)
         while time.monotonic() < until:
             if any(version_of(bus) == version for bus in self.plan.buses):

@@ -1,4 +1,4 @@
-"""Mirrors and the trainer's node in simulated time; decisions are those of the real machines."""
+"""Mirrors and the trainer's node in simulated time, with decisions of the real machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Node:
         self.told_s = -HELLO_S
 
     def say(self) -> None:
-        """Tell the trainer's node how far it is."""
+        """Report its progress to the trainer's node."""
         self.told_s = self.world.now_s
         pure = self.pure
         state = MirrorState(
@@ -95,11 +95,11 @@ class World:
         self._next_round_s = 0.0
 
     def pieces(self, transfer: Transfer) -> int:
-        """Return of how many pieces a transfer is: a patch is of a few."""
+        """Return the number of a transfer's pieces: a patch has few."""
         return PIECES // 20 if transfer.base else PIECES
 
     def send(self, sender: str, to: str, message: Any, after_s: float = 0.0) -> None:
-        """Have a message come, twice, or not at all."""
+        """Have a message come, twice, or never."""
         for _ in range(2 if self.rng.random() < self.loss / 2 else 1):
             if self.rng.random() < self.loss:
                 continue
@@ -107,7 +107,7 @@ class World:
             heapq.heappush(self._events, (due_s, next(self._numbers), sender, to, message))
 
     def piece(self, sender: str, to: str, transfer: Transfer, number: int) -> None:
-        """Have a piece come, once its sender's link is free."""
+        """Have a piece come, as soon as its sender's link is free."""
         self.sent[sender] += 1
         free_s = max(self._busy_s[sender], self.now_s) + 1.0 / self.rate[sender]
         self._busy_s[sender] = free_s
@@ -121,7 +121,7 @@ class World:
         self.pure.publish(whole, PIECES, base, PIECES // 20, self.now_s)
 
     def kill(self, name: str) -> None:
-        """Have a mirror begin anew, without anything."""
+        """Have a mirror begin anew, empty."""
         self.nodes[name] = Node(self, name)
         self.kept.pop(name, None)
 

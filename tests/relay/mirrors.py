@@ -1,4 +1,4 @@
-"""Mirrors of a pool, each party in a thread of this process, and versions whose bytes are known."""
+"""Mirrors of a pool, a thread of this process for each party, and versions of known bytes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ SOURCE = "weights"
 
 
 class Trainer:
-    """A publisher of versions, of which each byte follows from the version's number."""
+    """A publisher of versions; every byte follows from the version's number."""
 
     def __init__(self, bus: str, size: int, seed: int, *, patches: bool = True, **options: Any):
         self.bus, self.size, self.seed, self.patches = bus, size, seed, patches
@@ -34,7 +34,7 @@ class Trainer:
         self.publisher = PoolPublisher(bus, POOL_KIND, spec=spec, **options)
 
     def publish(self, version: int, *, meta: bytes = b"of it") -> None:
-        """Publish a version, by pieces that may become a patch."""
+        """Publish a version, in pieces that may become a patch."""
         payload = bytes_of(version, self.size, self.seed)
         write = self.publisher.begin(
             version, self.size, meta=meta, text=f"v{version}", patch=self.patches
@@ -55,7 +55,7 @@ def pieces_of(size: int) -> list[Piece]:
 
 
 def bytes_of(version: int, size: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Return a version's bytes: those of version 0, of which each version changed a few."""
+    """Return a version's bytes: version 0's, with a few changes by each version."""
     payload = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
     numbers = np.arange(0, size, 997)
     payload[numbers] = (version * 31 + numbers) % 251
@@ -63,7 +63,7 @@ def bytes_of(version: int, size: int, seed: int) -> npt.NDArray[np.uint8]:
 
 
 def is_version(lease: Any, size: int, seed: int) -> bool:
-    """Whether a lease has exactly the bytes of the version that it says."""
+    """Whether a lease equals the bytes of its version."""
     return lease.size == size and np.array_equal(lease.view(), bytes_of(lease.version, size, seed))
 
 
@@ -75,7 +75,7 @@ def mirrors(
     mailbox: type[LocalMailbox] = LocalMailbox,
     piece_bytes: int = 64 << 10,
 ) -> Iterator[LocalRelay]:
-    """A pool of the trainer's bus, mirrored beside these buses; its side has such a mailbox."""
+    """Mirror a pool of the trainer's bus beside these buses, through such a mailbox."""
     made = LocalRelay([], [])
     made.kinds[SOURCE] = mailbox
     try:
@@ -92,13 +92,13 @@ def mirrors(
 
 
 def remove(bus: str) -> None:
-    """Take a mirror's pool away, where there is one."""
+    """Remove a mirror's pool, if present."""
     with contextlib.suppress(BusNotFoundError):
         unlink_pool(bus, POOL_KIND)
 
 
 def version_of(bus: str) -> int | None:
-    """Return the newest version in a bus's pool; None where it is not there, or not yet."""
+    """Return the newest version in a bus's pool; None without a version."""
     try:
         return read_pool(bus, POOL_KIND).version
     except (BusNotFoundError, LayoutMismatchError):
@@ -106,7 +106,7 @@ def version_of(bus: str) -> int | None:
 
 
 def checked(bus: str, size: int, seed: int) -> int:
-    """Return the newest version of a bus's pool, each byte of which was compared."""
+    """Return the newest version of a bus's pool after a comparison of its bytes."""
     with PoolReader(bus, POOL_KIND, label="checks") as reader, reader.latest(timeout=30) as lease:
         assert is_version(lease, size, seed), f"version {lease.version} of {bus} is torn"
         return int(lease.version)

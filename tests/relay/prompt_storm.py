@@ -1,4 +1,4 @@
-"""Prompts of a bus under SIGKILL: each is made once, in any process."""
+"""Prompts of a bus under SIGKILL: made once each, in any process."""
 
 import contextlib
 import threading
@@ -31,7 +31,7 @@ def work(plan: Plan, address: str) -> None:
 
 
 class PromptStorm(Storm):
-    """The storm of relays, in which the samples are those that the trainer's bus asks for."""
+    """The storm of relays, with samples requested by the trainer's bus."""
 
     work = staticmethod(work)
 
@@ -54,7 +54,7 @@ class PromptStorm(Storm):
                 self.produced += 1
 
     def audit(self, buses: list[shmbus.Bus]) -> None:
-        """Compare lanes and ledgers once all has ended."""
+        """Compare lanes and ledgers after everything ended."""
         if doubled := [each for each, count in self.seen.items() if count > 1]:
             self.faults.append(f"doubled: {doubled[:10]}")
         groups = self.plan.groups

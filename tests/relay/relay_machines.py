@@ -18,17 +18,17 @@ __all__ = ["Plan", "PlannedSource", "System"]
 
 SINK = "trainer"
 COORDINATOR_PART, SINK_PART, FIRST_SOURCE = 0, 1, 2
-#: Of every_order: refused for ever; refused until whoever refuses it dies.
+#: Of every_order: refused for ever; refused for the refuser's life.
 FOR_NOTHING, FOR_NOTHING_IN_HIS_LIFE = 1, 2
 
-#: What is asked again where nothing is under way; ASK is the same at any instant, and more.
+#: Questions repeated with nothing under way; ASK asks the same at any instant, and more.
 REST = "rest"
 
 Plan = dict[str, list[RecordHead]]
 
 
 class Acknowledged(NamedTuple):
-    """A trainer is done with these, at any time after all of them were put."""
+    """A trainer ended these records, at any time after the last put."""
 
     origins: frozenset[Origin]
 
@@ -44,7 +44,7 @@ class SinkState(NamedTuple):
 
 
 class SourceState(NamedTuple):
-    """A source, and what outlives it: its ring; and what will be committed there."""
+    """A source with its lasting ring, and its future commits."""
 
     source: Source
     ring: tuple[OriginHead, ...]
@@ -69,7 +69,7 @@ class PlannedSource(Source):
 
 
 class System:
-    """What the parts are made of; a subclass plants a bug."""
+    """The parts' classes; a subclass plants a bug."""
 
     coordinator_kind: type[Coordinator] = Coordinator
     sink_kind: type[Sink] = Sink
@@ -86,7 +86,7 @@ class System:
         self.by_bus = {bus: FIRST_SOURCE + i for i, bus in enumerate(self.buses)}
 
     def heal(self, journal: Journal, committed: int) -> Journal:
-        """Return what a sink that has died has left, once its lane is nobody's."""
+        """Return a dead sink's remains, once its lane is free."""
         return healed(journal, committed)
 
     def said(self, messages: Sequence[m.Message | Acknowledged]) -> list[Said]:
@@ -115,7 +115,7 @@ class System:
                 return Said(message, COORDINATOR_PART, (COORDINATOR_PART, SINK_PART))
 
     def explore(self, faults: Faults) -> Found:
-        """Visit every state; an assertion names the way to a bad one."""
+        """Visit every state; an assertion names the way to a bad state."""
         states: list[Any] = []
         said: list[Said] = []
         for part in self.parts:
@@ -130,19 +130,19 @@ class System:
         return visit_every_order(self.parts, states, said, faults, self.ask_again)
 
     def ask_again(self, states: Sequence[Any]) -> tuple[list[Any], list[Said]] | None:
-        """Repeat every question whose answer may be lost; None at a good end."""
+        """Repeat every question with a losable answer; None at a good end."""
         sources: list[SourceState] = list(states[FIRST_SOURCE:])
         after, said = self.parts[COORDINATOR_PART].after(states[COORDINATOR_PART], REST)
         messages: list[m.Message] = []
         held = {each.source.bus: len(each.source.held) for each in sources}
         messages += after.ask_who_holds_less(held)
         for each in sources:
-            # As it says of itself now and then.
+            # As in its reports from time to time.
             if self.asks_for_news and after.lacks_news(each.source.bus, each.source.mark):
                 messages += after.ask_source(each.source.bus)
         sink, more = self.parts[SINK_PART].after(states[SINK_PART], REST)
         if sink.sink.incarnation > after.sinks[SINK].incarnation:
-            # What it said when it began was lost; its number is in its word that it is there.
+            # Its first message was lost; its report of presence carries the number.
             messages.append(m.SinkStateWanted(SINK, after.term))
         said = [*said, *self.said(messages), *more]
         coordinator = self.parts[COORDINATOR_PART]
@@ -155,7 +155,7 @@ class System:
     def check_end(
         self, coordinator: Coordinator, sink: SinkState, sources: list[SourceState]
     ) -> None:
-        """Everything that was committed was put once, or dropped, and nobody has kept any of it."""
+        """Every committed record was put once, or dropped, and no part keeps a remainder."""
         heads = [head for heads in self.plan.values() for head in heads]
         scores = {head.score for head in heads if head.split == 0}
         useless = self.policy.skip_zero_variance and len(scores) == 1
@@ -171,7 +171,7 @@ class System:
 
 
 class CoordinatorPart:
-    """The coordinator: nothing of it outlives it but that its successor's term is greater."""
+    """The coordinator: leaves nothing behind but a smaller term than its successor's."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -235,7 +235,7 @@ class CoordinatorPart:
         match given:
             case str():
                 if given == ASK:
-                    # By what a source has said of itself a while ago.
+                    # From a source's earlier report.
                     for bus in new.buses:
                         said += new.ask_source(bus)
                 said += new.ask_sinks()
@@ -258,7 +258,7 @@ class CoordinatorPart:
         return new, self.system.said(said)
 
     def for_nothing(self, c: Coordinator, given: Any) -> int:
-        """What this one has refused by its numbers, only a successor may take."""
+        """Refused by its numbers: only a successor may take the message."""
         match given:
             case m.Announcement() if given.mark <= c.newest.get(given.bus, (-1, -1)):
                 return FOR_NOTHING_IN_HIS_LIFE
@@ -268,13 +268,13 @@ class CoordinatorPart:
 
 
 class SinkPart:
-    """The sink with its lane, onto which it puts a record in one step."""
+    """The sink with its lane; puts a record in a single step."""
 
     def __init__(self, system: System) -> None:
         self.system = system
 
     def begin(self, before: SinkState | None = None) -> tuple[SinkState, list[Said]]:
-        """A new one, with what an earlier one has left."""
+        """Begin a sink with an earlier sink's remains."""
         system = self.system
         if before is None:
             new = system.sink_kind(SINK, 0, Journal(), system.release)
@@ -348,7 +348,7 @@ class SinkPart:
         return SinkState(new, lane, journal, ended, offered), self.system.said(said)
 
     def _step(self, sink: Sink, lane: tuple[Origin, ...]) -> tuple[tuple[Origin, ...], list[Any]]:
-        """The next of: intend, put one, ..., settle."""
+        """Do the next of: intend, put a record, ..., settle."""
         journal = journal_of(sink)
         if journal.intent != sink.fetching or journal.before > len(lane):
             sink.intend(len(lane))
@@ -361,7 +361,7 @@ class SinkPart:
         return lane, []
 
     def _has_put_all(self, sink: Sink, lane: tuple[Origin, ...]) -> bool:
-        """Whether this is the moment at which a trainer may take what was put."""
+        """Whether a trainer may take the put records at this moment."""
         journal = journal_of(sink)
         return bool(journal.intent) and len(lane) == journal.before + len(journal.intent)
 
@@ -370,7 +370,7 @@ class SinkPart:
         return [Acknowledged(origins)] if tells else []
 
     def for_nothing(self, state: SinkState, given: Any) -> int:
-        """What is for an earlier sink, or from an earlier coordinator."""
+        """Refused: for an earlier sink, or from an earlier coordinator."""
         s = state.sink
         match given:
             case m.Fetched() if given.incarnation < s.incarnation:
@@ -384,7 +384,7 @@ class SinkPart:
 
 
 class SourcePart:
-    """A source with its ring, into which its producers commit."""
+    """A source with its ring, target of its producers' commits."""
 
     def __init__(self, system: System, bus: str) -> None:
         self.system = system

@@ -28,7 +28,7 @@ from shmbus.stash.stash import StashPolicy
 NODES = ("head", "left", "right", "t0", "t1")
 SOURCES, TRAINERS = ("left", "right"), ("t0", "t1")
 QUIET_S = 90.0
-#: Between a worker's groups, so that nodes die in the midst of it.
+#: Between a worker's groups, to have nodes die in the middle.
 PAUSE_S = 0.005
 
 
@@ -39,7 +39,7 @@ class Inside:
         self.party: Any = None
 
     def holds(self) -> bool:
-        """Whether it is to do nothing for now."""
+        """Whether the node shall pause."""
         return (self.directory / f"{self.name}.hold").exists()
 
     def say(self, what: Any) -> None:
@@ -67,7 +67,7 @@ class Inside:
         return self.party
 
     def lead(self) -> None:
-        """Forget who is to be forgotten, and say what there is."""
+        """Forget the nodes to forget, and report the state."""
         forgotten: set[str] = set()
         while True:
             for path in self.directory.glob("*.forget"):
@@ -79,7 +79,7 @@ class Inside:
             time.sleep(0.1)
 
     def work(self) -> None:
-        """Put every second sample of each group, and what is asked for again."""
+        """Put every second sample of each group, and the samples asked for again."""
         done = 0
         with shmbus.Producer(self.name) as producer:
             while True:
@@ -102,7 +102,7 @@ class Inside:
         )  # fmt: skip
 
     def train(self) -> None:
-        """Take groups, check every byte of them, and write down those that are acknowledged."""
+        """Take groups, check every byte, and note the acknowledged groups."""
         with (
             shmbus.Consumer(self.name) as consumer,
             (self.directory / f"{self.name}.log").open("a") as log,
@@ -153,7 +153,7 @@ class Cluster:
             self.nodes[name] = Node(self.hub, NODES.index(name), argv, log)
 
     def tell(self, name: str, what: str) -> None:
-        """Have a node hold, or the head forget one."""
+        """Have a node pause, or the head forget a node."""
         (self.directory / f"{name}.{what}").touch()
 
     def untell(self, name: str, what: str) -> None:
@@ -174,7 +174,7 @@ class Cluster:
         return Counter(number for name in TRAINERS for number, _, _ in self.log(name))
 
     def wait(self, holds: Callable[[], Any], what: str) -> None:
-        """Wait for something, as long as groups come, or for a while."""
+        """Wait for a condition, as long as groups come, or for a while."""
         moved_s, seen = time.monotonic(), -1
         while not holds():
             count = sum(self.acked().values())
@@ -208,11 +208,11 @@ def cluster(*, groups: int, release: str = "acknowledged", seed: int) -> Iterato
 
 
 def audit(made: Cluster, *, lost: int = 0, died: float = 0.0, who: str = "") -> dict[str, Any]:
-    """Compare what was acknowledged with what was put."""
+    """Compare the acknowledged with the put groups."""
     acked = made.acked()
     torn = [each for name in TRAINERS for each, is_torn, _ in made.log(name) if is_torn]
     doubled = {number for number, count in acked.items() if count > 1}
-    # The trainer's word that it is done with a group was under way when its node died.
+    # The trainer's last reports were under way at its node's death.
     last = {number for number, _, at in made.log(who) if at > died - 1.0} if who else set()
     missing = made.groups - len(acked)
     assert not torn, f"torn: {torn}"
@@ -222,7 +222,7 @@ def audit(made: Cluster, *, lost: int = 0, died: float = 0.0, who: str = "") -> 
 
 
 def a_trainers_node_dies(seed: int, groups: int) -> dict[str, Any]:
-    """With "acknowledged" nothing is lost: what it had not acknowledged goes to the other one."""
+    """With "acknowledged" nothing is lost: unacknowledged groups go to the second trainer."""
     with cluster(groups=groups, seed=seed) as made:
         made.wait(lambda: len(made.log("t1")) > groups // 10, "groups at the node that dies")
         died = made.kill("t1")
@@ -232,7 +232,7 @@ def a_trainers_node_dies(seed: int, groups: int) -> dict[str, Any]:
 
 
 def a_trainers_node_dies_under_put(seed: int, groups: int) -> dict[str, Any]:
-    """With "put" as much is lost as its status had announced."""
+    """With "put" losses equal the announcement in its status."""
     with cluster(groups=groups, release="put", seed=seed) as made:
         made.tell("t1", "hold")
         made.wait(lambda: made.said("right") == made.said("left") == groups, "workers' ends")
@@ -246,14 +246,14 @@ def a_trainers_node_dies_under_put(seed: int, groups: int) -> dict[str, Any]:
         made.wait(
             lambda: all(each["name"] != "t1" for each in made.said("head")["peers"]), "end of it"
         )
-        time.sleep(2.0)  # what would come again comes
+        time.sleep(2.0)  # time for repetitions
         return audit(made, lost=undelivered // SIZE)
 
 
 def a_rollout_node_dies(seed: int, groups: int) -> dict[str, Any]:
-    """What it had announced and nobody had fetched is counted, and asked for elsewhere."""
+    """Announced and unfetched groups are counted, and asked for elsewhere."""
     with cluster(groups=groups, seed=seed) as made:
-        made.tell("right", "hold")  # so that no group of the left one is complete
+        made.tell("right", "hold")  # leaves the left node's groups incomplete
         made.wait(lambda: (made.said("left") or 0) >= groups // 2, "half of the left node's")
         made.tell("left", "hold")
         made.wait((made.directory / "left.held").exists, "end of the left node's work")
@@ -266,7 +266,7 @@ def a_rollout_node_dies(seed: int, groups: int) -> dict[str, Any]:
         made.kill("left")
         made.tell("left", "forget")
         made.wait(lambda: made.said("head")["lost"] == each * begun, "its loss in the status")
-        made.groups = begun  # nobody puts the other half of the others
+        made.groups = begun  # the rest stays half put
         made.untell("right", "hold")
         made.wait(lambda: len(made.acked()) == begun, "groups that were asked for elsewhere")
         return {**audit(made), "asked for elsewhere": each * begun}
@@ -275,7 +275,7 @@ def a_rollout_node_dies(seed: int, groups: int) -> dict[str, Any]:
 def a_partition(
     seed: int, groups: int, *, cut_s: float, delay_s: float, loss: float
 ) -> dict[str, Any]:
-    """A node that nobody reaches for a while, on a slow network that loses packets."""
+    """A node out of reach for a while, on a slow network that loses packets."""
     with cluster(groups=groups, seed=seed) as made:
         made.hub.delay_s, made.hub.loss = delay_s, loss
         cuts = [NODES.index("right"), NODES.index("t0"), NODES.index("head")]

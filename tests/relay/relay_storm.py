@@ -1,4 +1,4 @@
-"""Relays under SIGKILL: two source buses, some trainers' buses, every byte and ledger checked."""
+"""Relays under SIGKILL: two source buses, trainers' buses; every byte and ledger checked."""
 
 import contextlib
 import os
@@ -66,7 +66,7 @@ def work(plan: Plan, address: str) -> None:
 
 
 def sample(group: int, index: int) -> dict[str, Any]:
-    """The fields of a sample: each byte follows from its place."""
+    """Return the fields of a sample: each byte follows from its place."""
     rng = np.random.default_rng(group * 1000 + index)
     size = int(rng.integers(0, 900))
     return {
@@ -76,7 +76,7 @@ def sample(group: int, index: int) -> dict[str, Any]:
 
 
 def is_useless(group: int) -> bool:
-    """Whether all its scores are equal, so that its payload never leaves its source."""
+    """Whether its scores are equal: the payload then stays at the source."""
     return group % 10 == 9
 
 
@@ -85,7 +85,7 @@ def split_of(group: int) -> str:
 
 
 class Storm:
-    """One run: parties in processes of their own, producers and trainers in threads of this one."""
+    """A run: parties in separate processes, producers and trainers in threads of this process."""
 
     #: The program of a process.
     work = staticmethod(work)
@@ -168,7 +168,7 @@ class Storm:
         began = time.monotonic()
         buses = [shmbus.Bus.create(each, plan.capacity) for each in plan.sources + plan.trainers]
         with shmbus.Producer(plan.sources[1]) as producer:
-            producer.cancelled("none", round=0, split="other")  # so "eval" has another number here
+            producer.cancelled("none", round=0, split="other")  # "eval" gets a new number here
         trainers = [threading.Thread(target=self.train, args=(name,)) for name in plan.trainers]
         try:
             for address in self.processes:
@@ -189,7 +189,7 @@ class Storm:
                 child.kill()
                 child.join()
             for bus in buses:
-                bus.unlink()  # which ends a maker that waits for space
+                bus.unlink()  # ends a maker in its wait for space
         return {
             "seed": plan.seed,
             "killed": dict(self.killed),
@@ -200,7 +200,7 @@ class Storm:
         }
 
     def wait(self, makers: list[threading.Thread]) -> None:
-        """Wait until all that was put has come, or nothing comes any more."""
+        """Wait until every put arrived, or arrivals end."""
         useful = sum(not is_useless(group) for group in range(self.plan.groups))
         while len(self.seen) < useful * SIZE or any(each.is_alive() for each in makers):
             if time.monotonic() - self.moved_at_s > self.plan.quiet_s:
@@ -209,7 +209,7 @@ class Storm:
             time.sleep(0.02)
 
     def audit(self, buses: list[shmbus.Bus]) -> None:
-        """Compare all ledgers, once the last release has been confirmed."""
+        """Compare the ledgers, after the last release's confirmation."""
         doubled = [each for each, count in self.seen.items() if count > 1]
         if doubled:
             self.faults.append(f"doubled: {doubled[:10]}")

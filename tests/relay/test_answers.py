@@ -1,4 +1,4 @@
-"""Blocks that come to a trainer's bus: compared with what was asked for, or refused."""
+"""Blocks for a trainer's bus: compared with their request, or refused."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ pytest_plugins = ["relay.relay_fixtures"]
 
 
 def forged(made: LocalRelay, sink: str, source: str, **changes: Any) -> None:
-    """Send a block to a sink that waits for one, in its source's name."""
+    """Send a block to a waiting sink, in its source's name."""
     party: SinkParty = made.parties[sink]
     wanted = tuple(sorted(party.sink.wanted))
     payload = changes.pop("payload")
@@ -65,7 +65,7 @@ def test_a_wrong_block_is_refused(buses: dict[str, str], caplog: pytest.LogCaptu
 
 
 def test_own_names_are_compared(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
-    """As a source sends it: without names beside it, in any order, and once more as a double."""
+    """In a source's form: without names beside it, in any order, and doubled."""
     with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1)
         put_group([buses["a"]], 2)
@@ -95,7 +95,7 @@ def test_own_names_are_compared(buses: dict[str, str], caplog: pytest.LogCapture
             wait_until(lambda count=count: sink.refused == count + 1)
             assert why in caplog.records[-1].getMessage()
             assert stats(buses["t"]).committed == 0 and len(state.wanted) == 8
-        # A message that has lost its block says nothing.
+        # A message without its block is ignored.
         forged(made, buses["t"], "x", payload=b"", origins=())
         forged(made, buses["t"], "x", payload=export(reader, ids[7:3:-1]), origins=())
         wait_until(lambda: len(state.wanted) == 4)

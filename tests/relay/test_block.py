@@ -1,4 +1,4 @@
-"""Blocks: records leave one bus and enter another as they were, and anything wrong is refused."""
+"""Blocks: records leave a bus and enter the next unchanged; any fault is refused."""
 
 import os
 import random
@@ -66,7 +66,7 @@ def checks_of(trajectories: list[_core.Trajectory]) -> list[int]:
 
 
 def said(t: _core.Trajectory) -> tuple[Any, ...]:
-    """All that a trajectory says, but for where and when it was put."""
+    """The content of a trajectory, without place and time of its put."""
     arrays = [(n, a.dtype.str, a.shape, a.tobytes()) for n, a in t.items()]
     return (
         t.instance_id, t.round, t.group_size, t.index, t.score, t.policy_version, t.failed, t.meta,
@@ -95,7 +95,7 @@ def test_records_arrive_as_they_were(source: str, target: str, checksum: bool) -
         assert [said(t) for t in taken] == [said(t) for t in sent]
         assert [t.sequence for t in taken] == list(range(len(sent)))
         assert {t.producer_id for t in taken} == {producer.producer_id}
-    # The heads differ only in the numbers of their buses, so the next hop is as good as this one.
+    # The heads differ only in the numbers of their buses: this hop serves as the next.
     assert [said(t) for t in sent] == [said(t) for t in taken]
 
 

@@ -1,4 +1,4 @@
-"""The coordinator: which groups it places where, what it drops, and what it takes back."""
+"""The coordinator: placements of groups, drops, and withdrawals."""
 
 import os
 import random
@@ -78,7 +78,7 @@ def settle(made: Coordinator, said: list[m.Message]) -> None:
 
 
 def lengths(rng: random.Random, prompts: int, size: int) -> list[list[int]]:
-    """Bytes of each sample: its length is log-normal, as those of completions are."""
+    """Return bytes of samples with log-normal lengths, like completions."""
     return [
         [min(int(rng.lognormvariate(9.0, 1.0)), LONGEST) + 64 for _ in range(size)]
         for _ in range(prompts)
@@ -252,7 +252,7 @@ def test_a_dead_sinks_debts_to_a_coordinator_are_placed_again(announced_first: b
     assert made.announced(m.Announcement(B0, (1, 1), True, heads, (4, 0)), 0.0) == []
     (asked,) = made.sink_state(m.SinkState("t0", 2, 4, frozenset(), frozenset()), 0.0)
     assert asked == m.Subscription(B0, 4, 1)
-    # What was announced before that question may name what has been released meanwhile.
+    # Announcements before the question may name records released meanwhile.
     assert made.announced(m.Announcement(B0, (1, 2), True, heads, (4, 0)), 0.0) == []
     assert made.ask_sources_again() == [asked]
     (placed,) = made.announced(m.Announcement(B0, (1, 3), True, heads, (4, 1)), 0.0)

@@ -23,7 +23,7 @@ HOST = "127.0.0.1"
 
 
 class Pair:
-    """Two ends, what came at the second one, and for whom an introduction was asked."""
+    """Two ends, arrivals at the second, and requested introductions."""
 
     def __init__(self) -> None:
         self.came: list[tuple[list[bytes], bytes]] = []
@@ -84,7 +84,7 @@ def test_blocks_are_whole_whenever_a_connection_is_cut_and_it_is_made_again() ->
         assert cuts
 
         def last_came() -> bool:
-            # One that finds a connection which was cut a moment ago is lost.
+            # A message over a connection cut a moment ago is lost.
             both.left("right", [b"last"], b"")
             return any(packed == [b"last"] for packed, _ in both.came)
 
@@ -110,7 +110,7 @@ def test_messages_that_the_socket_takes_in_part_are_whole_and_in_their_order() -
         both.meet()
         link = both.left._links["right"]
         sent = 0
-        # What this thread sends itself, and then what the socket has no room for.
+        # This thread's own sends, then the rest beyond the socket's room.
         while not link._count:
             both.left("right", [bytes([sent % 251]) * (1 << 20)], b"")
             sent += 1
@@ -212,7 +212,7 @@ class DirectRelay:
         self.directs[plan.address] = Direct(plan.address, HOST, introduce, deliver)
         host = self.hosts[plan.address] = Host(plan, self.directs[plan.address])
         mailbox: Mailbox = host._mailbox
-        # Host.start would run for as long as the process does.
+        # Host.start would run for the life of the process.
         thread = threading.Thread(
             target=run_party, args=(host._make, mailbox, lambda: not self._over.is_set())
         )

@@ -1,4 +1,4 @@
-"""Chains of mirrors in simulated time: who waits for whom, and what is sent how often."""
+"""Chains of mirrors in simulated time: waits, and numbers of sends."""
 
 import os
 import random
@@ -74,7 +74,7 @@ def test_one_mirror_in_trouble_delays_the_others_by_little(who: str, how: str, r
     world.run(40.0)
     others = [at for (name, _), at in world.finished.items() if name != who]
     assert len(others) == 3
-    # What was under way to it, until it counted as standing still or behind.
+    # The pieces under way to it, until it counted as stalled or behind.
     assert max(others) - began_s < usual_s + 4 * STALL_S
     assert how != "stopped" or world.sent[SOURCE] < 1.2 * PIECES
     world.publish()
@@ -83,7 +83,7 @@ def test_one_mirror_in_trouble_delays_the_others_by_little(who: str, how: str, r
 
 def test_a_slow_mirror_skips_versions_and_is_not_starved_by_newer_ones() -> None:
     world = begun(FOUR)
-    world.rate["d"] = 20.0  # its own link, by which it hands on, delays nobody
+    world.rate["d"] = 20.0  # its own link for handing on delays nobody
     for _ in range(30):
         world.publish()
         world.run(0.7)
@@ -99,7 +99,7 @@ def test_a_version_is_kept_until_one_mirror_has_it_and_for_no_dead_one() -> None
     world.run(0.1)
     world.publish()
     world.run(0.1)
-    assert first in world.here  # both get it, and none has it
+    assert first in world.here  # both get it; neither had it
     world.run_until_all_have(1)
     world.run(0.2)
     assert first not in world.here

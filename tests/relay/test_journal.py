@@ -104,7 +104,7 @@ def test_free_entries_are_given_out_in_turn(bus_name: str) -> None:
         first = _core.relay_intend(sink.producer, origins(1, 2, 3), numbers(NEW, NEW, NEW))
         assert first == numbers(0, 1, 2)
         _core.relay_forget(sink.segment, numbers(0, 1))
-        # What is freed lies behind: nothing that is in use is looked at once more before the end.
+        # Freed parts lie behind: no used part gets a second look before the end.
         more = _core.relay_intend(sink.producer, origins(*range(4, 64)), numbers(*[NEW] * 60))
         assert more == numbers(*range(3, 63))
         last = _core.relay_intend(sink.producer, origins(64, 65, 66), numbers(NEW, NEW, NEW))

@@ -1,4 +1,4 @@
-"""What a trainer's side keeps on disk, and what comes back of it when memory is lost."""
+"""A trainer's side on disk, and its return after a loss of memory."""
 
 import contextlib
 import errno
@@ -30,14 +30,14 @@ pytest_plugins = ["relay.relay_fixtures"]
 
 
 def lose_memory(buses: dict[str, str], which: str = "abt") -> None:
-    """Have buses as they are after a reboot: made anew, with nothing in them."""
+    """Have buses as after a reboot: new and empty."""
     for each in which:
         shmbus.unlink(buses[each])
         shmbus.Bus.create(buses[each], "4MiB").close()
 
 
 def numbers(groups: list[shmbus.Group]) -> list[int]:
-    """Return the numbers of groups that `put_group` has put, each value of which was compared."""
+    """Return the numbers of groups put by `put_group`, after a comparison of every value."""
     for group in groups:
         assert [t.index for t in group] == [0, 1, 2, 3]
         assert all((t["tokens"] == int(group.instance_id[1:])).all() for t in group)
@@ -232,7 +232,7 @@ def test_its_size_is_bounded_by_what_is_needed(
 
 
 def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
-    """Return the file of a run that was lost with groups that nobody has acknowledged."""
+    """Return the file of a lost run with unacknowledged groups."""
     with relay([buses["a"]], [buses["t"]], keep=str(directory)):
         for number in range(count):
             put_group([buses["a"]], number)
@@ -411,7 +411,7 @@ def test_what_is_no_file_of_its_own_is_refused_and_left_as_it_was(
 
 @contextlib.contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """Let no file grow beyond so many bytes."""
+    """Limit files to so many bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Weights on every node: what a mirror's readers see, what it refuses, and how it comes back."""
+"""Weights on every node: a mirror's view for readers, its refusals, and its return."""
 
 import os
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def error_of(relay: LocalRelay, address: str) -> str:
 
 
 class Harming(LocalMailbox):
-    """A mailbox by which the first pieces come cut, and the next ones with a wrong byte."""
+    """A mailbox with first pieces cut, and next pieces with a wrong byte."""
 
     left = 6
 
@@ -58,7 +58,7 @@ class Harming(LocalMailbox):
 
 
 class WrongDigest(LocalMailbox):
-    """A mailbox by which the first digests are those of something else."""
+    """A mailbox with first digests of foreign content."""
 
     left = 2
 
@@ -70,7 +70,7 @@ class WrongDigest(LocalMailbox):
 
 
 class AnotherLayout(LocalMailbox):
-    """A mailbox by which the first node hears of pools of another layout."""
+    """A mailbox with pools of a different layout for the first node."""
 
     def send(self, to: str, message: Message, payload: Any = b"") -> None:
         if isinstance(message, VersionOffer) and to.endswith(".a"):
@@ -180,7 +180,7 @@ def test_a_version_that_is_not_what_was_sent_is_never_published(
     with mirrors(trainer.bus, nodes[:1], mailbox=WrongDigest) as relay:
         trainer.publish(1)
         have(nodes[:1], 1)
-        WrongDigest.left = 2  # of the patch, and of the whole that is asked for then
+        WrongDigest.left = 2  # of the patch, and of the whole version requested then
         trainer.publish(2)
         have(nodes[:1], 2)
         assert checked(nodes[0], SIZE, trainer.seed) == 2

@@ -1,4 +1,4 @@
-"""A relay over buses of one machine: what crosses, what comes back, and what is refused."""
+"""A relay over buses of this machine: records across, ends back, and refusals."""
 
 import struct
 import time
@@ -71,7 +71,7 @@ def test_a_pause_of_a_sources_own_stays_its_own(buses: dict[str, str]) -> None:
         shmbus.Bus.open(buses["t"]) as bus,
     ):
         source.pause("mine")
-        # With each version the source is told that the trainer's bus is not paused.
+        # With each version the source learns about the trainer's unpaused bus.
         for version in (3, 4):
             bus.policy_version = version
             wait_until(lambda version=version: source.policy_version == version)
@@ -150,7 +150,7 @@ def test_partition_losses_are_repeated(buses: dict[str, str], who: str) -> None:
         made.boxes.cut = {buses.get(who, who)}
         put_group([buses["a"]], 2)
         wait_until(lambda: made.parties[buses["a"]].source.number > number)
-        time.sleep(0.1)  # until that has come, or is lost
+        time.sleep(0.1)  # for its arrival, or its loss
         made.boxes.cut = set()
         (group,) = take(consumer, 1)
         assert group.instance_id == "q2"
@@ -205,17 +205,17 @@ def test_acks_during_a_half_put_block_reach_the_source(buses: dict[str, str]) ->
     a, t = buses["a"], buses["t"]
     count = 24
     shmbus.unlink(a)
-    shmbus.Bus.create(a, "16MiB").close()  # which has more than the trainer's takes
+    shmbus.Bus.create(a, "16MiB").close()  # larger than the trainer's
     with relay([a], [t]) as made, shmbus.Consumer(t) as consumer:
         sink: SinkParty = made.parties[t]
         held: list[shmbus.Group] = []
         for i in range(count):
-            put_group([a], i, size=1, values=50_000)  # two of them are a block
+            put_group([a], i, size=1, values=50_000)  # two of them make a block
             held += consumer.take(timeout=0.05)
         done = 0
 
         def is_half_put() -> bool:
-            """The bus is full, and one of a block's two records is on it."""
+            """The bus is full, with one of a block's two records."""
             nonlocal done
             held.extend(consumer.take(timeout=0.2))
             if sink._order and sink._put == 1 and stats(t).committed == len(held) + done:
@@ -227,14 +227,14 @@ def test_acks_during_a_half_put_block_reach_the_source(buses: dict[str, str]) ->
         wait_until(is_half_put)
         last = held.pop()
         assert last.instance_id == f"q{len(held) + done}"
-        view = last[0]["tokens"]  # so that its space is not free when it is acknowledged
+        view = last[0]["tokens"]  # keeps its space beyond the acknowledgement
         last.ack()
         time.sleep(4 * ENDS_S)
         assert sink._put == 1
         del view, last
 
         def is_told() -> bool:
-            held.extend(consumer.take(timeout=0.05))  # which looks for space without views
+            held.extend(consumer.take(timeout=0.05))  # looks for space without views
             return stats(a).acknowledged == done + 1
 
         wait_until(is_told)
@@ -257,10 +257,10 @@ def test_another_version_is_refused_with_both(caplog: pytest.LogCaptureFixture) 
 
 
 class OldMailbox(LocalMailbox):
-    """The mailbox of a node that has the shmbus before this one."""
+    """The mailbox of a node with the previous shmbus."""
 
     def send(self, to: str, message: m.Message, payload: Any = b"") -> None:
-        """Say it with the number of that version, which comes first of five."""
+        """Send under the old version's number, the first of five."""
         box = self._exchange.boxes.get(to)
         if box is not None:
             packed = bytearray(pack(self.address, message))
@@ -268,7 +268,7 @@ class OldMailbox(LocalMailbox):
             box.append((bytes(packed), bytes(payload)))
 
     def receive(self, timeout_s: float) -> list[Envelope]:
-        """Refuse all that comes, which is of this version."""
+        """Refuse every message of this version."""
         super().receive(timeout_s)
         return []
 

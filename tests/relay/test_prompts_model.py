@@ -18,11 +18,11 @@ TRAINER, A, B = "f" * 32, "a" * 32, "b" * 32
 SENDER, NOBODY, FIRST_SOURCE = 0, 1, 2
 BUSES = (A, B)
 PART = {A: FIRST_SOURCE, B: FIRST_SOURCE + 1}
-#: Of every_order: refused until whoever refuses it dies.
+#: Of every_order: refused for the refuser's life.
 FOR_NOTHING_IN_HIS_LIFE = 2
 REST = "rest"
 MAKE, GIVE_BACK = "make", "give back"
-#: What its number says of a request: its samples are dropped by a policy, and never come.
+#: Number of a request with samples dropped by a policy, which never come.
 DROPPED = 9
 
 
@@ -37,14 +37,14 @@ class Put(NamedTuple):
 
 
 class SenderState(NamedTuple):
-    """A sender, and its lane: by number, whether it was sent, was put, and has ended."""
+    """A sender with its lane, by number: sent, put, ended."""
 
     sender: PromptSender
     lane: tuple[tuple[int, bool, bool, bool], ...]
 
 
 class SourceState(NamedTuple):
-    """A source with its lane: numbers of what came, and whether it was made; and what happens."""
+    """A source with its lane: arrived numbers, made or not; and the next events."""
 
     taker: PromptTaker
     rows: dict[int, bool]
@@ -75,7 +75,7 @@ class World:
         return visit_every_order(self.parts, states, said, faults, self.ask_again)
 
     def ask_again(self, states: Sequence[Any]) -> tuple[list[Any], list[Said]] | None:
-        """What the trainer's side says now and then; None at the end, which is a good one."""
+        """Repeat the trainer's side's messages; None at a good end."""
         sender: SenderState = states[SENDER]
         left = [each.rows for each in states[FIRST_SOURCE:]]
         if all(ended for *_, ended in sender.lane) and not any(left):
@@ -85,7 +85,7 @@ class World:
 
 
 class NobodyPart:
-    """The search has four parts; this one does nothing."""
+    """Fills the search's fourth place; does nothing."""
 
     def begin(self) -> tuple[None, list[Said]]:
         return None, []
@@ -123,7 +123,7 @@ class SenderPart:
         )
 
     def can_step(self, state: SenderState) -> bool:
-        """The trainer may be done with a group."""
+        """The trainer may end a group."""
         return any(put and not ended for _, _, put, ended in state.lane)
 
     def _rows(self, state: SenderState) -> dict[int, PromptRow]:
@@ -134,7 +134,7 @@ class SenderPart:
         }
 
     def _tell(self, state: SenderState, *, asks: bool) -> tuple[SenderState, list[Said]]:
-        """Do what the party does in its round."""
+        """Do a round of the party."""
         sender = state.sender
         over = sender.ended(self._rows(state))
         assert all(number == DROPPED for number in over), "ended, and was not made"
@@ -175,14 +175,14 @@ class SenderPart:
         return self._tell(state, asks=True)
 
     def for_nothing(self, state: SenderState, given: Any) -> int:
-        """What is no news stays so until it dies."""
+        """Old news, until its death."""
         old = state.sender.heard.get(getattr(given, "bus", ""))
         late = isinstance(given, Demand) and old is not None and given.mark <= old.mark
         return FOR_NOTHING_IN_HIS_LIFE if late else 0
 
 
 class SourcePart:
-    """A rollout node: what its workers do is given."""
+    """A rollout node with given workers."""
 
     def __init__(self, world: World, bus: str, script: tuple[str, ...]) -> None:
         self.world = world
@@ -247,14 +247,14 @@ class SourcePart:
             if not taker.take(given, [b""] * len(given.offers)):
                 return state, []
         if given == STEP and what == MAKE:
-            return new, said  # its next word tells it
+            return new, said  # its next message carries the news
         ended = [number for number, made in new.rows.items() if made and number == DROPPED]
         wants = int(not new.unmade and MAKE in new.script)
         word = taker.say(TRAINER, ended, wants)
         return new, [Said(word, SENDER, (SENDER, PART[self.bus]))]
 
     def for_nothing(self, state: SourceState, given: Any) -> int:
-        """What is late stays so until it dies."""
+        """Late messages stay late until its death."""
         return FOR_NOTHING_IN_HIS_LIFE
 
 
@@ -293,7 +293,7 @@ def test_in_every_order_each_request_is_made_once_and_ends_on_every_node(case: C
 
 
 class AsksNobody(PromptSender):
-    """Without the rule that all say what they have before what was sent is sent again."""
+    """Breaks the rule: every source reports its holdings before a second send."""
 
     def _free(self, rows: Rows) -> list[int]:
         asked, self.asked = self.asked, {}
@@ -303,7 +303,7 @@ class AsksNobody(PromptSender):
 
 
 class TrustsAnyWord(PromptSender):
-    """Without the rule that a word may be older than what was sent since."""
+    """Breaks the rule: a report may be older than the sends after it."""
 
     def demand(self, word: Demand) -> bool:
         self.sent.clear()
@@ -311,14 +311,14 @@ class TrustsAnyWord(PromptSender):
 
 
 class TakesOldWords(PromptSender):
-    """Without the rule that a word to the sender before says nothing of what is there now."""
+    """Breaks the rule: a report to the earlier sender tells nothing of the present."""
 
     def demand(self, word: Demand) -> bool:
         return super().demand(word._replace(answers=(self.incarnation, word.answers[1])))
 
 
 class TakesLateMessages(PromptTaker):
-    """Without the rule that marks grow."""
+    """Breaks the rule: marks grow."""
 
     def take(self, message: Prompts, prompts: Sequence[bytes]) -> bool:
         self.taken.clear()
@@ -326,21 +326,21 @@ class TakesLateMessages(PromptTaker):
 
 
 class TakesWhatAnotherWasTold(PromptTaker):
-    """Without the rule that a message is for one life."""
+    """Breaks the rule: a message is for a single life."""
 
     def take(self, message: Prompts, prompts: Sequence[bytes]) -> bool:
         return super().take(message._replace(incarnation=self.incarnation), prompts)
 
 
 class ForgetsItsLane(PromptTaker):
-    """A source that does not look for what it had when it begins."""
+    """A source that begins without a look at its earlier holdings."""
 
     def __init__(self, bus: str, incarnation: int, found: Any, offer: Any, end: Any) -> None:
         super().__init__(bus, incarnation, (), offer, end)
 
 
 class Planted(NamedTuple):
-    """What is left out, what is found, and how many faults that takes."""
+    """A planted bug: the missing rule, the finding, and the necessary faults."""
 
     without: type[PromptSender | PromptTaker]
     found: str

@@ -104,7 +104,7 @@ def test_records_go_from_bus_to_bus_in_groups_and_blocks(bus: str) -> None:
 
 
 def put_waiting(producer: shmbus.Producer, reader: RecordReader, i: int) -> None:
-    """Put a record; the reader, which is in this thread too, makes room where there is none."""
+    """Put a record; the reader, in this thread too, makes room on demand."""
     deadline = time.monotonic() + 20
     while True:
         try:

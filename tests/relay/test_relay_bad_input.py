@@ -33,7 +33,7 @@ def test_an_offset_of_clocks_is_that_of_the_quickest_word() -> None:
     for delay in (40, 3, 25):
         assert clocks.note("a", HOUR + 100 - delay, 100) == 0.0
     assert clocks.offset_ns("a") == HOUR - 3
-    # A word that a partition held back for a minute is no jump.
+    # A message held back for a minute by a partition is no jump.
     assert clocks.note("a", HOUR, 60 * SECOND) == 0.0
     assert clocks.offset_ns("a") == HOUR - 3 and clocks.offset_ns("b") == 0
 
@@ -68,7 +68,7 @@ def head(
 
 @pytest.mark.parametrize(("made_ns", "late"), [(40, True), (60, False)])
 def test_which_of_two_machines_was_first_is_judged_by_one_clock(made_ns: int, late: bool) -> None:
-    """A report of a sample that was put meanwhile is late, though its machine runs for longer."""
+    """A report of a sample put meanwhile is late, though its machine runs for longer."""
     a, b = "a" * 32, "b" * 32
     made = Coordinator(3, [a, b], ["t"])
     made.begin()
@@ -77,7 +77,7 @@ def test_which_of_two_machines_was_first_is_judged_by_one_clock(made_ns: int, la
     made.announced(m.Announcement(a, (1, 1), True, pack_heads(both)), 0.0)
     report = head(b, 1, made_ns + 900 * HOUR, reason="gone")
     made.announced(m.Announcement(b, (1, 1), True, pack_heads([report])), 0.0)
-    # One that is newer than the sample is of the prompt's next round.
+    # A record newer than the sample belongs to the prompt's next round.
     assert len(made.stash.failures.groups) == (0 if late else 1)
 
 
@@ -113,7 +113,7 @@ def test_a_stranger_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureF
 
 
 def test_what_nobody_holds_is_given_back_and_no_group_waits_for_it(buses: dict[str, str]) -> None:
-    """A head of a record that its source does not have: forged, or of another bus."""
+    """A head of a record unknown to its source: forged, or of another bus."""
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         wait_until(lambda: (pure := made.coordinator.pure) is not None and bool(pure.newest))
         source = made.parties[buses["a"]].source

@@ -1,4 +1,4 @@
-"""What a small journal, a bus that has gone, and words that are too long do to a relay: nothing."""
+"""A small journal, a gone bus, and overlong words leave a relay unharmed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +64,7 @@ def test_a_group_beyond_the_journal_is_lost(small: dict[str, str], there: int, r
 
 
 def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(buses: dict[str, str]) -> None:
-    """Its entry of the journal is not another record's while a record on the bus names it."""
+    """Its entry of the journal never serves a second record while a record on the bus names it."""
     with relayed(buses, "ab") as (made, consumer, _, _):
         sink = made.parties[buses["t"]]
         put_group([buses["a"]], 1)
@@ -103,7 +103,7 @@ HELLO = m.Hello("a", False, "a", "a" * 32, 1, 0, COORDINATOR, 0, None, 0, 0, 0, 
 
 
 def of_another(kind: type[Any], message: Any) -> bytes:
-    """A message as a sender packs it that checks nothing."""
+    """A message in the form of an unchecking sender."""
     body = msgspec.Raw(msgspec.msgpack.encode(list(message)))
     number = m._NUMBER_OF[kind]
     frame = m._Frame(m.PROTOCOL, _core.LAYOUT_VERSION, "x", number, body)

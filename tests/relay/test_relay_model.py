@@ -1,6 +1,6 @@
-"""The relay's real state machines under every order of events: two sources, one sink, faults.
+"""The relay's real state machines under every order of events: two sources, a sink, faults.
 
-Messages arrive in any order, are lost or doubled; processes die at any instant. Each idle state
+Messages arrive in any order, get lost or doubled; processes die at any instant. Each idle state
 must lead to a good end. SHMBUS_TEST_DEATHS=2 takes two deaths: ten minutes and 5 GB.
 """
 
@@ -42,7 +42,7 @@ TWO_GROUPS = {A: [head("q", 1, 0, 0)], B: [head("r", 1, 0, 0)._replace(score=1.0
 
 
 class TinyBlocks(Sink):
-    """A sink to which each group is more than a block, so that it asks for two of them at once."""
+    """A sink with blocks smaller than a group, to ask for two of them at once."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments, block_bytes=1)
@@ -53,7 +53,7 @@ class TwoBlocks(System):
 
 
 class Evaluated(System):
-    """Number 1 of the sources' splits is "eval", which the sink's bus has too."""
+    """Number 1 of the sources' splits is "eval", known to the sink's bus too."""
 
     def source_kind(self, bus: str, incarnation: int) -> Source:  # type: ignore[override]
         return PlannedSource(bus, incarnation, "train", "eval")
@@ -114,28 +114,28 @@ def test_every_order_puts_each_record_once_and_leaves_nothing(case: Case) -> Non
 
 
 class TakesLateAnnouncements(Coordinator):
-    """Without the rule that the numbers of announcements only grow."""
+    """Breaks the rule: the numbers of announcements only grow."""
 
     def _is_news(self, mark: m.Mark, newest: m.Mark) -> bool:
         return True
 
 
 class Forgets(Coordinator):
-    """Without the rule that what was taken is remembered until an announcement is as new."""
+    """Breaks the rule: takings are remembered until an equally new announcement."""
 
     def _is_taken(self, origin: m.Origin) -> bool:
         return False
 
 
 class LeavesOrphans(Coordinator):
-    """Without the question whether a source still has what a dead sink owed to a dead one."""
+    """Skips the question for a dead sink's debts to a dead source."""
 
     def _orphan(self, origins: Any) -> list[m.Message]:
         return []
 
 
 class TrustsAnyAssignment(Sink):
-    """A sink that puts whatever it is told to."""
+    """A sink that puts any assignment."""
 
     def assign(self, message: m.Assignment) -> list[m.Message]:
         self.waiting.append(message)
@@ -143,7 +143,7 @@ class TrustsAnyAssignment(Sink):
 
 
 class TakesAnyAnswer(Sink):
-    """Without the rule that an answer is for the block for which it was asked."""
+    """Breaks the rule: an answer is for its requested block."""
 
     def asked_by(self, message: m.Fetched) -> Batch | None:
         ours = message.incarnation == self.incarnation
@@ -151,7 +151,7 @@ class TakesAnyAnswer(Sink):
 
 
 class ForgetsAtOnce(Sink):
-    """A sink that forgets what it has put before its source has let it go."""
+    """A sink that forgets put records before the source's release."""
 
     def settle(self) -> list[m.Message]:
         said = super().settle()
@@ -160,14 +160,14 @@ class ForgetsAtOnce(Sink):
 
 
 class LetsGoEarly(Sink):
-    """A sink that has sources let go what it is about to put."""
+    """A sink that has sources release records before their put."""
 
     def fetched(self, message: m.Fetched) -> list[m.Message]:
         return [*super().fetched(message), *self.end(frozenset(message.origins))]
 
 
 class AnnouncesOnlyNews(PlannedSource):
-    """A source whose successor does not say what the ring had before."""
+    """A source with a successor silent about the ring's earlier content."""
 
     def begin(self, heads: Any) -> list[m.Message]:
         self.held.update(heads)
@@ -175,7 +175,7 @@ class AnnouncesOnlyNews(PlannedSource):
 
 
 class Planted(NamedTuple):
-    """What is left out, what is found, and how many faults that takes."""
+    """A planted bug: the missing rule, the finding, and the necessary faults."""
 
     without: type[Coordinator | Sink | Source]
     found: str

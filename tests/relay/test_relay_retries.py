@@ -43,7 +43,7 @@ def test_a_failed_sample_completes_its_group(buses: dict[str, str], round: int |
         put(other, 0, round=round)
         one.fail("q", 1, "out of memory", group_size=2, round=round)
         asked = wanted(one)
-        # What it needs is known once a sample has come.
+        # The first sample tells its needs.
         assert (asked.instance_id, asked.round, asked.index) == ("q", round, 1)
         assert (asked.group_size, asked.attempt, asked.reason) == (2, 1, "out of memory")
         assert read_status(buses["a"]).wanted[0].taken_by is not None

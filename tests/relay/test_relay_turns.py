@@ -1,4 +1,4 @@
-"""A relay's parties that take turns in one thread: what they say, and in which turn."""
+"""A relay's parties in turns within a thread: their messages, and the order."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from shmbus.relay.source_party import SourceParty
 
 pytest_plugins = ["relay.relay_fixtures"]
 
-#: More turns than any of these takes.
+#: More turns than any case takes.
 MOST_TURNS = 20_000
 
 
@@ -37,7 +37,7 @@ class Turns:
             self.boxes[to].put(packed, bytes(payload))
 
     def turn(self) -> None:
-        """Let each take what has come, and do what there is to do."""
+        """Let each party take its messages, and do its work."""
         for name, party in self.parties.items():
             for envelope in self.boxes[name].receive(0.0):
                 party.take(envelope)
@@ -59,7 +59,7 @@ def turns(**kinds: Any) -> Iterator[Turns]:
 
 
 def test_several_blocks_are_heard(buses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # However slow this machine is, no time is over.
+    # No time is over, however slow this machine.
     monkeypatch.setattr(sink_party, "SETTLED_LINGER_S", 1e9)
     groups = 40
     for group in range(groups):
@@ -97,6 +97,6 @@ def test_a_sink_greets_each_source_at_once(buses: dict[str, str]) -> None:
             made.turn()
             if made.heard(m.Fetched):
                 break
-        # A connection is made by then: the first block is not asked for in vain.
+        # The connection exists by then: the first block's request succeeds.
         assert [message.origins for message in made.heard(m.Fetch)] == [()]
         assert [message.gone for message in made.heard(m.Fetched)] == [()]

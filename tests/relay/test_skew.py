@@ -1,4 +1,4 @@
-"""A source that is faster than the other: a trainer's bus never fills with halves of groups."""
+"""A source faster than its sibling: a trainer's bus never fills with halves of groups."""
 
 import tempfile
 import time
@@ -16,7 +16,7 @@ TOKENS = 25_000
 SAMPLE_BYTES = 4 * TOKENS
 TRAINER_BYTES = 16 << 20
 SOURCE_BYTES = 4 * TRAINER_BYTES
-#: Samples that the fast source is ahead of the slow one: these halves alone fill the trainer's bus.
+#: Lead of the fast source in samples: these halves alone fill the trainer's bus.
 AHEAD = TRAINER_BYTES // SAMPLE_BYTES + 20
 PAUSE_S = 0.001
 #: Seconds without a group that count as standing still.
@@ -64,7 +64,7 @@ def test_a_source_far_ahead_of_the_other_never_stops_a_relay(bus_name: str) -> N
                     most_ahead = max(most_ahead, fast.committed - slow.committed)
                     assert time.monotonic() - moved_s < SILENT_S, f"stands still: {trainer}"
             print(f"{GROUPS} groups; the fast source was up to {most_ahead} samples ahead")
-            # As records come, these halves alone would have filled the trainer's bus.
+            # In the order of arrival these halves alone would have filled the trainer's bus.
             assert most_ahead * SAMPLE_BYTES > TRAINER_BYTES
         finally:
             for child in children:

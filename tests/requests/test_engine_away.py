@@ -1,4 +1,4 @@
-"""An engine that is away for a while: workers fail, or give back, what they cannot make."""
+"""An absent engine: workers fail, or give back, their samples."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from shmbus.inspect.status import read_status
 
 GROUPS, SIZE = 20, 8
 
-# While the engine's file is not there, every sample fails within a millisecond, or is given back.
+# Without the engine's file every sample fails within a millisecond, or is given back.
 WORKER = """
 import os, sys, shmbus
 with shmbus.Producer(sys.argv[1]) as producer:
@@ -98,7 +98,7 @@ def test_an_engine_that_refuses_for_seconds_gives_up_nothing(
             assert mine.take(timeout=0.05) == []
         assert mine.stats().groups_given_up == 0
         failures = mine.stats().committed
-        # A pause's worth, what was under way, and a probe each second at the least.
+        # A pause's worth, the samples under way, and a probe each second at the least.
         assert 16 <= failures < 80
         engine.touch()
         assert len(take_all(mine)) == GROUPS
@@ -272,7 +272,7 @@ def test_samples_given_back_are_counted_with_their_reason_until_the_worker_makes
             assert read_status(bus_name).producers[0].rests_s > 0
             partial = producer.requests.next(timeout=30.0)
             producer.requests.release(partial, {"tokens": [1]})
-            assert row()[:3] == (2, 2, 0)  # a part is work done
+            assert row()[:3] == (2, 2, 0)  # a part counts as work
             producer.requests.fail(producer.requests.next(timeout=30.0), "broken")
             assert row() == (2, 2, 1, "broken")
             producer.requests.answer(producer.requests.next(timeout=30.0), tokens=[1])

@@ -148,7 +148,7 @@ def test_of_a_first_try_and_the_retry_after_its_groups_deadline_one_counts(
     pump(collector, 2 * GROUP_S)
     if first == "first-try":
         assert slow.requests.answer(held, x=data)
-        assert take_all(other) == []  # it is in the ring, though nobody has read it
+        assert take_all(other) == []  # in the ring, though unread
     else:
         (again,) = take_all(other)
         assert not slow.requests.is_wanted(held)

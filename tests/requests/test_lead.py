@@ -1,4 +1,4 @@
-"""Groups ahead of the trainer: a bound that producers see, that blocks no group which has begun."""
+"""Groups ahead of the trainer: a bound visible to producers, without effect on begun groups."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
 
-# Puts one sample of each group, in order.
+# Puts a sample of each group, in order.
 WORKER = """
 import sys, numpy as np, shmbus
 name, index, size, groups = sys.argv[1], *map(int, sys.argv[2:])
@@ -30,7 +30,7 @@ with shmbus.Producer(name) as producer:
 print("done", flush=True)
 """
 
-# Begins a group and never ends it: its claim on the bound is not settled.
+# Begins a group and never ends it: its claim on the bound stays unsettled.
 HOLDER = """
 import sys, time, shmbus
 producer = shmbus.Producer(sys.argv[1])
@@ -70,7 +70,7 @@ def test_a_sample_that_would_begin_a_group_waits_until_one_is_delivered(one: Bus
             put(producer, "b", 0, timeout=0.05)
         put(producer, "a", 1)
         (group,) = consumer.take(timeout=10)
-        put(producer, "b", 0)  # delivered is enough; it need not be acknowledged
+        put(producer, "b", 0)  # delivery suffices, without acknowledgement
         group.ack()
         assert consumer.stats().balanced
 
@@ -99,10 +99,10 @@ def test_the_claim_of_a_worker_that_died_is_free_again(one: Bus, spawn: Spawner)
     with Producer(one.name) as producer, Consumer(one.name) as consumer:
         with pytest.raises(shmbus.BusFullError):
             put(producer, "b", 0)
-        put(producer, "held", 1)  # a sibling of what the other has begun
+        put(producer, "held", 1)  # a sibling of a begun sample
         holder.kill()
         wait_until(lambda: consumer.take(timeout=0.01) == [] and consumer.stats().in_ring == 0)
-        time.sleep(1.5)  # a sweep; the group is open still, and keeps its place
+        time.sleep(1.5)  # a sweep; the open group keeps its place
         consumer.take(timeout=0.05)
         assert held(one) == 1
         put(producer, "held", 0)
@@ -140,7 +140,7 @@ def test_an_aborted_reservation_and_one_that_commits(one: Bus) -> None:
             producer.reserve("c", group_size=2, index=0, fields=fields, timeout=0)
 
 
-# Lets waiting workers begin one group after another; prints the woken waiters of each group.
+# Lets waiting workers begin group after group; prints the woken waiters of each group.
 BEGINNERS = """
 import threading, time, numpy as np
 from shmbus_ext import _core
@@ -259,7 +259,7 @@ def test_surplus_samples_hold_no_place(one: Bus) -> None:
         for index in range(2):
             producer.put("a", group_size=2, index=index, round=1, x=X)
         consumer.take(timeout=10)[0].ack()
-        producer.put("a", group_size=2, index=0, round=1, x=X)  # begins, as far as it knows
+        producer.put("a", group_size=2, index=0, round=1, x=X)  # begins, to its knowledge
         wait_until(lambda: consumer.take(timeout=0.05) == [] and held(one) == 0)
         assert consumer.stats().dropped == {"surplus": 1}
 
@@ -348,14 +348,14 @@ def test_a_bound_in_versions_follows_what_the_trainer_takes(bus_name: str) -> No
                 consumer.ack(taken)
                 left -= len(taken)
 
-        assert fill() == 1  # nothing is known yet
+        assert fill() == 1  # without knowledge of the batch
         train(4)
         consumer.policy_version = 1
-        # (1 + 1) versions of 4 groups, none of which this version has had.
+        # (1 + 1) versions of 4 groups, none yet of this version.
         assert fill() == 8
         train(3)
         assert fill() == 5
-        # More than the last version had: one version ahead of what this one has had.
+        # More than the last version's: a version ahead of this version's groups.
         train(3)
         assert fill() == 6
         consumer.policy_version = 2
@@ -363,7 +363,7 @@ def test_a_bound_in_versions_follows_what_the_trainer_takes(bus_name: str) -> No
 
 
 def test_a_trainer_that_takes_what_there_is_does_not_raise_its_own_bound(bus_name: str) -> None:
-    """Groups are taken ahead of the batch, and the version is set before the acknowledgement."""
+    """Groups leave ahead of the batch, and the version is set before the acknowledgement."""
     with (
         Bus.create(bus_name, "1MiB", max_lead_versions=1) as bus,
         Producer(bus_name) as producer,
@@ -383,7 +383,7 @@ def test_a_trainer_that_takes_what_there_is_does_not_raise_its_own_bound(bus_nam
             batch, pool = pool[:4], pool[4:]
             consumer.policy_version = version
             consumer.ack(batch)
-        # What is begun and not trained: this version's batch, and that of one more.
+        # Begun and untrained: this version's batch, and the next.
         assert max(ahead[3:]) <= 8, ahead
         assert _core.lead_state(bus._segment)[4] == 4
 

@@ -1,4 +1,4 @@
-"""Rollouts that go on: what a worker had sampled goes back with the request, to the next one."""
+"""Continued rollouts: a worker's samples go back with the request, to the next worker."""
 
 import os
 import signal
@@ -147,7 +147,7 @@ def test_it_starts_anew_after_so_many_releases_or_when_it_is_too_old(
         request = next_request(producer)
         assert request.so_far is not None
         newer = sampled(3, 7)
-        newer["token_versions"][: len(PROMPT) + 1] = 3  # its oldest token is what counts
+        newer["token_versions"][: len(PROMPT) + 1] = 3  # the oldest token counts
         producer.requests.release(request, newer, max_lag=4)
         consumer.policy_version = 8
         request = next_request(producer)
@@ -169,7 +169,7 @@ def test_another_round_of_a_prompt_and_a_failed_sample_get_none_of_it(
         assert (request.attempt, request.so_far) == (1, None)
         producer.requests.release(request, sampled(3))
         request = next_request(producer)
-        producer.requests.answer(request, **sampled(4))  # it never looked
+        producer.requests.answer(request, **sampled(4))  # without a look
         (group,) = consumer.take(1, 10)
         group.ack()
         offer(bus)
@@ -197,7 +197,7 @@ def test_there_is_a_bound_and_a_damaged_file_costs_no_more_than_what_it_has(
     assert request.so_far is not None
 
 
-# A token behind the prompt is its place; its logprob says the version that it was sampled at.
+# A token behind the prompt is its place; its logprob tells the version of its sampling.
 WORKER = """
 import os, random, signal, sys
 import numpy as np, shmbus
@@ -282,7 +282,7 @@ def test_a_storm_of_releases_and_deaths_keeps_each_token_with_who_sampled_it(
 
 
 def spanning(version_of: list[int], **more: Any) -> dict[str, Any]:
-    """A prompt and tokens that were sampled by these versions; the prompt's count for nothing."""
+    """A prompt and tokens sampled by these versions; the prompt's version counts for nothing."""
     versions = np.array([0] * len(PROMPT) + version_of, np.int64)
     return {**sampled(len(version_of)), "token_versions": versions, **more}
 

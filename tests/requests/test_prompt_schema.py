@@ -1,4 +1,4 @@
-"""Prompts by a declared schema: what a feeder offers is checked where it is offered."""
+"""Prompts by a declared schema: a feeder checks its offers at once."""
 
 import array
 import pickle
@@ -28,7 +28,7 @@ def test_lists_and_arrays_become_what_is_declared(bus: Bus, producer: Producer) 
             types=array.array("B", [1, 2]),
             image=np.ones((3, 2, 5), np.float64),
         )
-        # It pickles with its schema.
+        # Pickles with its schema.
         pickle.loads(pickle.dumps(feeder)).request("copy", group_size=1, prompt=[], types=[])
     first, second, third = producer.requests.next_many(3, timeout=5)
     assert first["prompt"].dtype == np.int32 and first["prompt"].tolist() == [1, 2, 3]

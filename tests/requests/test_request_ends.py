@@ -1,4 +1,4 @@
-"""How requests end: acknowledged, failed, dropped, and after the deaths of each side."""
+"""Ends of requests: acknowledged, failed, dropped, and after deaths of either side."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ from shmbus_ext import _core
 X = np.zeros(4, np.float32)
 Serve = Callable[..., Daemon]
 
-# Samples prompts of which each token is the group's number; checks every one.
+# Samples prompts made of the group's number; checks every token.
 WORKER = """
 import sys, numpy as np, shmbus
 name = sys.argv[1]
@@ -40,7 +40,7 @@ with shmbus.Producer(name) as producer:
         producer.requests.answer(request, score=1.0, x=np.full(4, number, np.float32))
 """
 
-# Takes so many samples, says so, and answers none.
+# Takes so many samples, reports, and answers none.
 TAKER = """
 import sys, time, shmbus
 producer = shmbus.Producer(sys.argv[1])
@@ -258,8 +258,8 @@ def test_feeders_that_are_killed_leave_no_half_request_and_no_leaked_room(
 def test_a_collector_learns_of_every_request_that_is_offered_while_it_looks(
     bus_name: str, spawn: Spawner
 ) -> None:
-    # Whoever looks goes through the rows in turn, and a feeder of another process does not wait for
-    # that: of two that are opened meanwhile, the older may lie behind it and the newer before it.
+    # A look goes through the rows in turn, and a feeder of another process does not wait: of two
+    # rows opened meanwhile, the older may lie behind the look and the newer before.
     with Bus.create(bus_name, "4MiB", request_capacity="256KiB") as bus:
         requests = Requests(bus._segment)
         feeder = spawn.script(FEEDER, bus_name, 0, 20_000, 1, 10)
@@ -402,7 +402,7 @@ def test_a_consumer_that_died_after_its_acknowledgement_leaves_no_open_request(
         producer.requests.answer(request, x=X)
     consumer = Consumer(bus.name)
     groups = consumer.take(timeout=10)
-    # What a death between the acknowledgement and the end of the request leaves.
+    # State after a death between the acknowledgement and the end of the request.
     _core.end_groups(
         consumer._source.reader, consumer._source.stash.table, consumer, groups[:1], 0, "acked"
     )  # type: ignore[union-attr]
@@ -414,7 +414,7 @@ def test_a_consumer_that_died_after_its_acknowledgement_leaves_no_open_request(
         assert left["instance_id"] == "r"
 
 
-# -- with a bound on how far producers are ahead
+# -- with a bound on the producers' lead
 
 
 def test_groups_are_begun_as_others_are_delivered_and_their_samples_never_wait(
@@ -503,7 +503,7 @@ def test_a_status_says_what_the_lane_holds_and_how_far_producers_are_ahead(bus_n
 def test_a_group_that_a_restored_bus_gave_up_is_made_when_it_is_offered_again(
     bus: Bus, bus_name: str, tmp_path: Path
 ) -> None:
-    """The lane of a restored bus is empty until a trainer offers what its checkpoint has open."""
+    """The lane of a restored bus stays empty until a trainer offers its open prompts."""
     restored = f"{bus_name}-restored"
     options: dict[str, Any] = {"sample_retries": 1, "retry_backoff": (0, 0)}
     with Producer(bus.name) as producer:
@@ -551,7 +551,7 @@ def test_a_dropped_group_asks_the_stash_for_its_own_key_however_many_groups_are_
         assert consumer.take(timeout=0) == []
         for request in producer.requests.next_many(2):
             producer.requests.answer(request, score=1.0)
-        # Each walk over all that waits would be one too many.
+        # A walk over every waiting sample would be too much.
         monkeypatch.setattr(Stash, "waiting_samples", None)
         monkeypatch.setattr(Stash, "has", has)
         wait_until(lambda: consumer.take(timeout=0.01) or _ended(bus) == 1)

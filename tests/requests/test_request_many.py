@@ -54,7 +54,7 @@ def test_several_samples_are_taken_by_one_call_each_once(
         assert all((r["prompt"] == int(r.instance_id)).all() for r in found)
         for request in found:
             assert request.meta == int(request.instance_id)
-    # What the other had in hand is there again, and found with its own prompt.
+    # The other worker's samples return, each with its own prompt.
     again = producer.requests.next_many(1000, timeout=5)
     assert len(again) == 20 * 3 - sum(producer.requests.is_wanted(r) for r in found)
     assert all((r["prompt"] == r.meta).all() for r in again)

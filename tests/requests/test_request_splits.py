@@ -14,7 +14,7 @@ from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
 
-# Takes one group of a split, acknowledges it, and looks at nothing more until it is killed.
+# Takes a group of a split, acknowledges it, and sleeps until killed.
 TRAINER = """
 import shmbus, sys, time
 consumer = shmbus.Consumer(sys.argv[1])
@@ -49,7 +49,7 @@ def test_a_prompt_of_two_splits_takes_two_places(two: Bus) -> None:
         put(producer, 1, "eval")
         (group,) = consumer.take(split="eval", timeout=10)
         group.ack()
-        assert held(two) == 1  # the other is open still
+        assert held(two) == 1  # the second is still open
         put(producer, 0, "test")
         put(producer, 1)
         put(producer, 1, "test")
@@ -79,7 +79,7 @@ def test_the_places_of_open_groups_of_each_split_outlive_a_check(two: Bus, spawn
         trainer = spawn.script(TRAINER, two.name, "eval")
         trainer.expect("acknowledged")
         trainer.kill()
-        with Consumer(two.name) as consumer:  # which checks what the dead one left
+        with Consumer(two.name) as consumer:  # checks the dead consumer's remains
 
             def one() -> bool:
                 assert consumer.take(timeout=0.05) == []

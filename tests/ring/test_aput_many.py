@@ -9,7 +9,7 @@ import pytest
 
 from shmbus import Bus, BusFullError, Consumer, Producer
 
-ROOM = 15  # records of one extent each
+ROOM = 15  # records of an extent each
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Lists, tuples and tensors of any kind become the arrays that NumPy makes of them, or nothing."""
+"""Lists, tuples and tensors of any kind become NumPy's arrays of them, or nothing."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_bools_are_welcome_in_masks_alone(bus: Bus) -> None:
 
 
 class Grows:
-    """A number that lengthens the list that it lies in, and frees what was there."""
+    """A number that lengthens its own list, and frees the list's old memory."""
 
     def __init__(self, victim: list[Any], how: str) -> None:
         self.victim, self.how = victim, how
@@ -299,7 +299,7 @@ def test_every_half_and_bfloat16_is_rounded_as_pytorch_rounds_it(bus: Bus, seed:
     rng = np.random.default_rng(seed)
     bits = np.arange(2**16, dtype=np.uint16)
     halves = bits.view(np.float16).astype(np.float64)
-    # Each half, what lies just beside the middle of two, and the middles themselves.
+    # Each half, its close neighbours, and the middles themselves.
     with np.errstate(invalid="ignore"):
         middles = (halves[:-1] + halves[1:]) / 2
     finite = np.concatenate([halves, middles, middles * (1 + 2**-40), rng.normal(size=4096)])
@@ -361,7 +361,7 @@ def test_a_refused_list_begins_no_group_where_groups_are_bounded(bus_name: str) 
                 ends.producer.put_many(
                     [{"instance_id": "bad", "group_size": 1, "index": 0, "tokens": bad}], timeout=0
                 )
-        # By the careful way, which gives up its room and claims it again.
+        # By the careful way: gives up its room and claims it again.
         for value in ([np.int64(1), 2], [1, 2]):
             ends.producer.put("good", group_size=2, index=len(value) - 2, tokens=value, timeout=0)
             ends.producer.put("good", group_size=2, index=1, tokens=value, timeout=0)
@@ -369,11 +369,11 @@ def test_a_refused_list_begins_no_group_where_groups_are_bounded(bus_name: str) 
             group.ack()
 
 
-# --- dtypes that NumPy lacks, and arrays that are more than their data
+# --- dtypes unknown to NumPy, and arrays with more than their data
 
 
 class Tagged(np.ndarray):
-    """An array of a class that is not NumPy's own."""
+    """An array of a foreign class."""
 
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")

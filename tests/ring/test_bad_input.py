@@ -59,7 +59,7 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.fixture(scope="module")
 def wide() -> Iterator[tuple[Bus, Producer, Consumer, Feeder]]:
-    """A bus that has room for a list of a million tokens; nothing is ever put into it."""
+    """A bus with room for a list of a million tokens; stays empty."""
     name = f"{RUN_PREFIX}bad-input"
     with (
         Bus.create(name, "32MiB", max_producers=2, schema=SCHEMA) as bus,

@@ -1,6 +1,6 @@
-"""The segment: making, finding and removing it, who may attach, and what damage to it may do.
+"""The segment: making, finding and removing, rights to attach, and effects of damage.
 
-Damage is done through a mapping of the test's own. Whatever might crash or hang runs in a child.
+Damage goes through a mapping of the test's own. Crashes and hangs happen in a child.
 """
 
 import mmap
@@ -159,7 +159,7 @@ def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
     with pytest.raises(shmbus.BusBusyError, match=r"all 4 producer slots are taken \(4 active\)"):
         Producer(bus.name)
     for number in range(20):
-        # The handle that was closed is still there: closing alone must free the slot.
+        # The closed handle still exists: closing alone must free the slot.
         producers[number].close()
         producers.append(Producer(bus.name))
         ids.add(producers[-1].producer_id)
@@ -278,11 +278,11 @@ def test_handles_pickle_by_name_and_attach_anew(bus: Bus) -> None:
         never_used.take(1, 0)
 
 
-# --- a file that is no segment, or another one
+# --- a file that is no segment, or a different segment
 
 
 class Raw:
-    """A segment as bytes, with its geometry as the header states it."""
+    """A segment as bytes, with the geometry in its header."""
 
     def __init__(self, name: str) -> None:
         with path_of(name).open("r+b") as file:
@@ -293,7 +293,7 @@ class Raw:
         self.descriptors_at = HEADER_BYTES + (self.slots + 1) * SLOT_BYTES
 
     def find(self, needle: bytes) -> int:
-        """Where the record lies that has these bytes in it: the cache line with its state."""
+        """Return the place of the record around these bytes: the cache line with its state."""
         end = self.find_text(needle)
         states = (self.bytes.rfind(state, self.data_at, end) for state in (b"COMT", b"ABRT"))
         return max(states) // 64 * 64
@@ -386,7 +386,7 @@ def test_what_is_no_file_is_no_bus(bus_name: str, kind: str) -> None:
 
 
 # --- damage
-#: Of each byte so many bits are flipped, drawn anew in each run, or all of them.
+#: Flipped bits of each byte, drawn anew in each run, or every bit.
 BITS_OF_A_BYTE = 8 if "SHMBUS_TEST_LONG" in os.environ else 1
 
 
@@ -416,7 +416,7 @@ def flip_one(bus_name: str, byte: int, bit: int, late: bool, aborted: bool) -> s
             put(hurt, f"n{number}", x=np.zeros(2000, np.uint8))
         later = names_taken(consumer)
         missing = 4 - aborted - len(taken)
-        # A length that cannot be trusted hides what lies behind it.
+        # An untrustworthy length hides the rest behind it.
         good = taken in (["first", "last", "other"], ["first", "other"]) and "n9" in later
         good = good and ledger.dropped == ({"corrupt": missing} if missing else {})
         good = good and ledger.balanced and consumer.stats().balanced
@@ -428,7 +428,7 @@ def flip_one(bus_name: str, byte: int, bit: int, late: bool, aborted: bool) -> s
 def test_a_flipped_bit_of_a_header_is_quarantined_and_counted(
     bus_name: str, seed: int, late: bool, aborted: bool
 ) -> None:
-    # The header, and behind it two words of shape, the id, and one entry of the schema.
+    # The header, and behind it two words of shape, the id, and an entry of the schema.
     draw, hurt = random.Random(seed), range(_core.RECORD_HEADER_BYTES + 38)
     bits = [(byte, bit) for byte in hurt for bit in draw.sample(range(8), BITS_OF_A_BYTE)]
     wrong = list(filter(None, (flip_one(bus_name, *where, late, aborted) for where in bits)))
@@ -456,7 +456,7 @@ def test_a_flipped_bit_of_the_payload_is_found_where_a_checksum_was_asked_for(
         assert consumer.stats().balanced
 
 
-# What a reader of damaged bytes may get, instead of the bytes.
+# Results of reading damaged bytes, beside the bytes themselves.
 SURVIVABLE = (shmbus.ShmbusError, ValueError, TypeError)
 
 
@@ -483,7 +483,7 @@ def survive_damage_everywhere(name: str, seed: int) -> None:
         with ExitStack() as stack:
             bus = stack.enter_context(Bus.create(name, capacity=262_144, max_producers=3))
             raw = Raw(name)
-            # All but what says that this is a segment, which a process reads once.
+            # Everything but the segment's identity, read once by a process.
             regions = [
                 (64, HEADER_BYTES), (HEADER_BYTES, raw.descriptors_at),
                 (raw.descriptors_at, raw.data_at), (raw.data_at, len(raw.bytes)),
@@ -528,7 +528,7 @@ def lose_nothing_beside_a_damaged_lane(name: str, seed: int) -> None:
                 at = raw.descriptors_at + extent * DESCRIPTOR_BYTES
                 if struct.unpack_from("<I", raw.bytes, at)[0] == 1:
                     data = raw.data_at + extent * raw.extent_bytes
-                    # Its owner's word stays: who holds an extent is for all lanes to know.
+                    # The owner's word stays: every lane needs an extent's holder.
                     regions += [(at + 8, at + DESCRIPTOR_BYTES), (data, data + raw.extent_bytes)]
             scribble(raw, rng, regions)
             put(sound, f"sound{step}", x=np.full(500, step))
@@ -548,7 +548,7 @@ def test_other_lanes_lose_nothing_beside_a_damaged_one(bus: Bus, seed: int) -> N
 
 
 def forge(raw: Raw, rng: random.Random, record: int) -> None:
-    """Change something in a committed record, and make its checksums right again."""
+    """Change a part of a committed record, and make its checksums right again."""
     fields = [(8, 8), (16, 8), (24, 4), (28, 4), (32, 8), (40, 8), (64, 4), (68, 4), (88, 4)]
     fields += [(92, 4), (96, 2), (98, 2), (100, 4), (104, 4), (112, 8)]
     fields += [(at, rng.choice([1, 2, 4, 8])) for at in range(128, 330, 2)]

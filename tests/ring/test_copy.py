@@ -12,7 +12,7 @@ from trainer_adapter import OnlineDataHandler
 
 
 def consumer_packs(name: str) -> bool:
-    """Whether the segment tells producers that its payload is packed into batches."""
+    """Whether the segment tells producers about packed payloads."""
     segment = SegmentFile(name)
     segment.refresh()
     return bool(segment.header["consumer_packs"])
@@ -31,14 +31,14 @@ def pack(name: str, producer: Producer, batches: int) -> None:
             handler.ack(batch)
 
 
-# Of the larger group, records of more than 4 KiB are too many bytes for a cache.
+# The larger group's records of more than 4 KiB exceed a cache.
 @pytest.mark.parametrize("group_size", [1, 16_384])
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("checksum", [False, True])
 def test_every_byte_arrives_whatever_the_size_and_alignment(
     bus_name: str, checksum: bool, packs: bool, group_size: int
 ) -> None:
-    # Large arrays take another way into the ring than small ones, by whole cache lines.
+    # Large arrays enter the ring differently from small arrays, by whole cache lines.
     noise = np.random.default_rng(1).integers(0, 256, 20_000, np.uint8)
     sizes = [1, 63, 64, 2047, 2048, 2049, 2111, 2112, 4095, 4097, 18_432]
     with (
@@ -83,6 +83,6 @@ def test_producers_hear_it_through_a_daemon_too(
 ) -> None:
     daemon("--capacity", "1MiB")
     with Producer(bus_name) as producer:
-        # What a client has done it says with the next that it asks for.
+        # A client reports its work with its next request.
         pack(bus_name, producer, 2)
         assert consumer_packs(bus_name)

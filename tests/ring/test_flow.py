@@ -1,4 +1,4 @@
-"""Flow control: pauses that producers see, and pressure that they can wait for."""
+"""Flow control: pauses visible to producers, and pressure to wait for."""
 
 import asyncio
 import gc
@@ -140,7 +140,7 @@ def test_a_bus_that_was_filled_before_its_consumer_came_goes_on(
     with Bus.create(bus_name, "64KiB", extent_bytes=4096), Producer(bus_name) as producer:
         for _ in range(consumers_before):
             Consumer(bus_name).close()
-        # In each extent one sample that waits for its group, so that none becomes free by itself.
+        # A sample of an open group in each extent: none becomes free by itself.
         with pytest.raises(BusFullError):
             while True:
                 body = np.zeros(1500, np.int8)
@@ -177,7 +177,7 @@ with Producer(name) as producer:
 
 
 def sleeps_beside_a_producer(name: str, spawn: Spawner, count: int) -> int:
-    """How often a reader falls asleep while it takes so many from one on its own processor."""
+    """Return a reader's sleeps over so many takes from a producer on a separate processor."""
     taken, processors = 0, os.sched_getaffinity(0)
     shared = min(processors)
     with Consumer(name) as consumer:
@@ -199,7 +199,7 @@ def test_a_reader_on_the_processor_of_a_producer_is_not_woken_for_every_record(
 ) -> None:
     count, sleeps = 20_000, []
     with Bus.create(bus_name, "8MiB"):
-        # What else runs on that processor adds sleeps now and then; what is systematic, always.
+        # Other work on the processor adds sleeps at times; systematic sleeps come always.
         while len(sleeps) < 5 and min(sleeps, default=count) >= count // 100:
             sleeps.append(sleeps_beside_a_producer(bus_name, spawn, count))
         print(f"{sleeps} sleeps")
@@ -218,7 +218,7 @@ with open(sys.argv[1], "r+b") as file:
 
 
 def test_a_slot_whose_lock_is_held_in_passing_is_waited_for(bus_name: str, spawn: Spawner) -> None:
-    # As by a reader that recovers what a dead producer left, and is not run for a while.
+    # As by a reader in recovery from a dead producer, without a run for a while.
     with Bus.create(bus_name, "1MiB", max_producers=1):
         child = spawn.script(HOLD_SLOT, shm_path(bus_name))
         wait_until(lambda: "held" in child.output())

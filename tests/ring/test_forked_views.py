@@ -1,4 +1,4 @@
-"""Views that a forked child inherits stay what they were, whatever its parent does then."""
+"""Views inherited by a forked child keep their content, whatever the parent does."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def take(consumer: Consumer, count: int = 1) -> list[Group]:
 
 
 def overwrite(producer: Producer, consumer: Consumer, rounds: int = 200) -> None:
-    """Have other records where anything was that is not held: some bus's worth of them."""
+    """Overwrite every place without a holder, with a bus's worth of records."""
     for i in range(rounds):
         put(producer, f"other{i}", -1)
         for group in take(consumer):
@@ -44,7 +44,7 @@ class Child:
         def run() -> None:
             first()
             there.send("runs")
-            # One whose parent died is ended by nobody.
+            # Nobody ends a child without a parent.
             self._go.wait(DEFAULT_DEADLINE_S)
             try:
                 there.send(look())

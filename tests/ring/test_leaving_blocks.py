@@ -1,4 +1,4 @@
-"""What ends a ``with`` block reaches the caller, whatever became of the handle meanwhile."""
+"""The exception that ends a ``with`` block reaches the caller, whatever became of the handle."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from conftest import DEFAULT_DEADLINE_S
 
 from shmbus import Bus, BusClosedError, Consumer, Producer
 
-#: What a child of a fork within both blocks ends with.
+#: Exit status of a forked child within both blocks.
 _STATUS = 7
 
 _CHILD_LEAVES = """
@@ -67,7 +67,7 @@ def test_an_exception_in_a_block_whose_handle_was_closed_there_is_the_one_that_c
     with pytest.raises(KeyError, match="mine"), slot:
         producer.close()
         raise KeyError("mine")
-    # What was leased is delivered again; nothing was committed.
+    # Leased groups come again; nothing was committed.
     with Consumer(bus.name) as successor:
         [again] = successor.take(timeout=30.0)
         assert again.instance_id == "a"
@@ -94,7 +94,7 @@ def _may_unshare() -> bool:
     )
 
 
-#: What makes a segment of its kind, and the file of it.
+#: Maker of a segment of its kind, and its file.
 MAKING = {
     "bus": ("shmbus.Bus.create({name!r}, '64KiB', max_producers=2)", "shmbus.{name}"),
     "pool": (

@@ -1,4 +1,4 @@
-"""Setting meta runs code of others; what that does to the reservation is seen before any write."""
+"""Setting meta runs foreign code; the reservation sees its effects before any write."""
 
 import datetime
 import threading

@@ -18,7 +18,7 @@ def words_of(name):
         return mmap.mmap(file.fileno(), 0)
 """
 
-#: Lengths in the head of an open record, with their widths: small ones, and those that lead far.
+#: Lengths in the head of an open record, with their widths: small lengths, and lengths far beyond.
 RESERVED = (
     PRELUDE
     + """

@@ -56,7 +56,7 @@ def fill(producer: Producer) -> int:
     raise AssertionError("the bus was never full")
 
 
-# --- what can be put
+# --- possible puts
 
 RECORD_DTYPE = np.dtype([("a", "<i4"), ("b", ">f8", (2, 3)), ("c", [("d", "S5"), ("e", "?")])])
 DTYPES = [
@@ -67,7 +67,7 @@ DTYPES = [
 
 
 def arbitrary(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
-    """Any bytes that make an array of this dtype; its booleans are booleans and its text text."""
+    """Any bytes for an array of this dtype, with proper booleans and text."""
     count = int(np.prod(shape, dtype=int))
     rng = np.random.default_rng(seed)
     if dtype.kind == "b":

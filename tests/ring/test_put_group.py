@@ -1,4 +1,4 @@
-"""A group that is put whole is there with all of its samples, or with none."""
+"""A group put whole appears with its every sample, or not at all."""
 
 import asyncio
 import threading

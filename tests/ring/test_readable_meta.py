@@ -1,4 +1,4 @@
-"""What `put` takes as meta, every process can read; what none could is refused by name."""
+"""Every process can read meta accepted by `put`; unreadable meta is refused by name."""
 
 import dataclasses
 import datetime

@@ -1,7 +1,7 @@
-"""The bus beside a twin in plain Python: whatever is done in whatever order, both say the same.
+"""The bus beside a twin in plain Python: after any acts in any order, both agree.
 
-Real producers and consumers, attached and closed at will, over a small bus; groups of one, so that
-each record shows what became of it. The last part resumes a handler from checkpoints at any point.
+Real producers and consumers, attached and closed at will, over a small bus; groups of one, to show
+the fate of each record. The last part resumes a handler from checkpoints at any point.
 """
 
 import itertools
@@ -25,7 +25,7 @@ import shmbus
 
 CAPACITY = 128 << 10
 EXTENT = 4096
-#: Bytes; one extent holds it, so that a bus in which nothing is held always has room.
+#: Bytes that fit an extent: an empty-handed bus always has room.
 LARGEST_SURE = 3000
 MAX_PRODUCERS = 3
 SIZES = st.one_of(st.integers(0, LARGEST_SURE), st.integers(LARGEST_SURE, 12_000))
@@ -38,7 +38,7 @@ def pattern(producer: int, number: int, size: int) -> np.ndarray:
 
 
 class RingBesideItsTwin(RuleBasedStateMachine):
-    """`unread`, `leased` and `acked` are what the twin knows of committed records."""
+    """`unread`, `leased` and `acked` are the twin's view of committed records."""
 
     @initialize()
     def create(self) -> None:
@@ -71,7 +71,7 @@ class RingBesideItsTwin(RuleBasedStateMachine):
         try:
             self.producers.append(shmbus.Producer(self.name, checksum=True))
         except shmbus.BusBusyError:
-            # A slot that was closed is free again when the reader has looked.
+            # A closed slot is free again after the reader's look.
             self.consumer.stats()
             self.producers.append(shmbus.Producer(self.name, checksum=True))
         self.counts[self.producers[-1].producer_id] = 0
@@ -80,7 +80,7 @@ class RingBesideItsTwin(RuleBasedStateMachine):
         return not (self.unread or self.leased or self.slots)
 
     def expect_full(self, producer: shmbus.Producer, size: int) -> None:
-        """Full is right while something is held, or the reader has not come across what ended."""
+        """Full is right beside holdings, or before the reader meets ended records."""
         self.consumer.stats()
         if size <= LARGEST_SURE and self.nothing_is_held():
             assert self.consumer.take(1, timeout=0) == []
@@ -216,7 +216,7 @@ def test_the_ring_does_what_its_twin_does(seed: int) -> None:
             stateful_step_count=60,
             deadline=None,
             database=None,
-            # To make a failing history shorter takes minutes; the seed plays it again.
+            # Shrinking a failing history takes minutes; the seed replays it.
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         ),

@@ -1,4 +1,4 @@
-"""Limits on new shared memory: cgroups of both versions at each level, and what a refusal says."""
+"""Limits on new shared memory: cgroups of both versions at each level, and words of a refusal."""
 
 import os
 import re

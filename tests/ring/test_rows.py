@@ -1,4 +1,4 @@
-"""A sample of several rows is one record: cut into its rows where it is read, without a copy."""
+"""A sample of several rows is a single record, cut into rows by its reader, without a copy."""
 
 import asyncio
 import pickle
@@ -117,7 +117,7 @@ def test_a_schema_checks_the_fields_of_rows(bus_name: str) -> None:
             assert got[1]["tokens"].dtype == np.int16
 
 
-#: Rows that are refused, and what the message says.
+#: Refused rows, with the message.
 BAD: list[tuple[Any, type[Exception], str]] = [
     ([], ValueError, "expected at least one, got none"),
     (3, TypeError, "expected a list of mappings, one a row, got int"),
@@ -162,7 +162,7 @@ def test_rows_that_do_not_fit_are_refused_by_their_number(
     assert bus.stats().committed == 1
 
 
-#: Row lengths of five tokens that no put makes.
+#: Row lengths of five tokens beyond any put.
 DAMAGED = [
     np.array([[2, 0], [2, 0]]),
     np.array([[5, 6]]),
@@ -179,7 +179,7 @@ DAMAGED = [
 def test_row_lengths_that_do_not_fit_are_refused_where_they_are_read(
     bus: Bus, producer: Producer, lengths: np.ndarray[Any, Any]
 ) -> None:
-    # Past the checks of put, as a producer of another version might write.
+    # Past the checks of put, like a producer of another version.
     head = {"instance_id": "q", "group_size": 1, "index": 0, "score": 0.0, "timeout": 10}
     dtypes = (lengths.dtype, np.dtype(np.int32))
     with producer._reserve(

@@ -46,7 +46,7 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 
 def sample(n: int = 5, **more: Any) -> dict[str, Any]:
-    """Make put's arguments for a sample of n tokens; a field that is None is left out."""
+    """Make put's arguments for a sample of n tokens, without fields of None."""
     fields: dict[str, Any] = {"tokens": list(range(n)), "logprobs": [0.0] * n, **more}
     given = {name: value for name, value in fields.items() if value is not None}
     return {"instance_id": "a", "group_size": 1, "index": 0, "timeout": 10.0, **given}
@@ -56,7 +56,7 @@ def put(producer: Producer, n: int = 5, **more: Any) -> None:
     producer.put(**sample(n, **more))
 
 
-# --- what is checked
+# --- checks
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_report_of_a_failure_needs_no_fields(bus: Bus) -> None:
         assert consumer.stats().balanced
 
 
-# --- who declares it
+# --- declarers
 
 
 def test_every_process_that_attaches_puts_by_the_schema_of_the_bus(
@@ -353,11 +353,11 @@ def test_random_changes_of_an_encoded_schema_are_refused_or_bounded(seed: int) -
         assert 1 <= len(declared.fields()) <= _core.MAX_FIELDS
 
 
-# --- where it lies
+# --- place
 
 
 def _part_at(name: str) -> int:
-    """The offset of the declared part in the file, found by what it holds."""
+    """Return the offset of the declared part in the file, found by its content."""
     raw: bytes = (SHM_DIR / f"shmbus.{name}").read_bytes()
     return raw.index(parse(SCHEMA).encoded) - 8
 
@@ -375,7 +375,7 @@ def test_a_damaged_schema_is_refused_by_producers_and_shown_to_operators(
             os.pwrite(file.fileno(), value, _part_at(bus.name) + offset)
         with pytest.raises(shmbus.LayoutMismatchError, match="damaged declared schema"):
             Producer(bus.name)
-        put(producer)  # it has its copy
+        put(producer)  # owns a copy
     status = read_status(bus.name)
     assert status.schema is None and "damaged" in status.schema_problem
     assert "cannot be read" in schema_text(status.schema, status.schema_problem)

@@ -1,7 +1,6 @@
-"""Any start order: who waits for a bus, who makes it, and what a creator that died leaves.
+"""Any start order: waits for a bus, its makers, and remains of a dead creator.
 
-Processes are real, and so are their deaths. What needs a small /dev/shm gets one of its own, in a
-mount namespace.
+Processes are real, as are their deaths. Tests with a small /dev/shm use a separate mount namespace.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ from shmbus.segment import creation
 from shmbus.segment.names import shm_path
 
 PROCESSES = 8
-#: Seconds after which a wait that shall end by itself has not.
+#: Seconds beyond the end of any ending wait.
 LONG_S = 60.0
 
 
@@ -136,7 +135,7 @@ async def test_an_awaited_producer_ends_by_time_and_by_cancellation(bus_name: st
 # --- ensure
 
 
-#: Waits for the gate, ensures the bus, and says which; or dies of SIGKILL within that.
+#: Waits for the gate, ensures the bus, and prints its identity; or dies of SIGKILL within.
 ENSURE = """
 import os, random, sys, threading, time
 from shmbus import Bus
@@ -153,7 +152,7 @@ HERE = Path(__file__).parent
 
 
 def said_by(children: list[Child]) -> set[str]:
-    """Which buses they have; one that finds a dead creator's remains logs that before."""
+    """Return their buses; a finder of a dead creator's remains logs them before."""
     return {child.finish(LONG_S).splitlines()[-1] for child in children}
 
 
@@ -176,7 +175,7 @@ def test_a_creator_that_is_killed_at_any_time_keeps_no_other_from_the_bus(
     rng = random.Random(seed)
     for number in range(2):
         name, gate = f"{bus_name}.{number}", tmp_path / str(number)
-        # 256 MiB take tens of milliseconds, so that deaths hit the allocation.
+        # 256 MiB take tens of milliseconds: deaths hit the allocation.
         doomed = [
             spawn.script(ENSURE, name, gate, "256MiB", rng.uniform(0, 0.02)) for _ in range(2)
         ]

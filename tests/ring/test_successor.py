@@ -1,4 +1,4 @@
-"""A Producer that may go on in the next bus of its name does so, and says what it put."""
+"""A Producer allowed to follow its bus's successor does so, and reports its puts."""
 
 import asyncio
 import gc
@@ -109,7 +109,7 @@ def test_reservations_of_the_old_bus_are_aborted_and_their_views_are_kept(
             assert keys(second, 1) == ["second"]
             assert second.stats().committed == 1
             assert orphan.stats().aborted == 1
-            # The name is the second bus's; the first one ends with its handles.
+            # The name belongs to the second bus; the first ends with its handles.
 
 
 def test_put_many_puts_all_of_a_list_into_the_successor(bus_name: str, orphan: Producer) -> None:

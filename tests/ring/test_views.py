@@ -8,7 +8,7 @@ from conftest import Daemon, Spawner
 
 from shmbus import Bus, Consumer, Producer
 
-# A write that the array's own flag does not stop: torch ignores it, and so does ctypes.
+# Writes past the array's own flag, by torch and by ctypes.
 WRITE = """
 import ctypes, sys, numpy as np, shmbus
 consumer = shmbus.Consumer(sys.argv[1])

@@ -17,7 +17,7 @@ class Sample:
     failed: bool = False
     meta: object = None
     committed_ns: int = 0
-    #: Samples that complete its group, where not all do.
+    #: Samples that complete its group, if fewer than the group's size.
     fewer: int = 0
 
     @property

@@ -1,7 +1,7 @@
 """Complete groups in an event loop: embedded and by a daemon, alone and many, and cancelled.
 
-Each claim is checked for both kinds of source. After every cancellation the ledger says whose the
-groups are: nobody's, so that whoever asks next gets them.
+Claims are checked for both kinds of source. After a cancellation the ledger shows free groups, for
+the next taker.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def threads_of_this_process() -> int:
 
 
 async def balanced(consumer: Consumer, *, leased: int) -> None:
-    """Wait until so many groups are leased, and no more: what was granted in vain has gone back."""
+    """Wait until exactly so many groups are leased: vain grants went back."""
     deadline = time.monotonic() + LONG_S
     while True:
         ledger = await asyncio.to_thread(consumer.stats)
@@ -127,7 +127,7 @@ async def test_many_tasks_share_one_thread_and_get_each_group_once(name: str) ->
                     seen[group.instance_id] += 1
                     group.ack()
 
-        await consumer.atake(1, 0.01)  # the loop's executor has its thread
+        await consumer.atake(1, 0.01)  # starts the executor's thread
         before = threads_of_this_process()
         readers = [asyncio.create_task(read()) for _ in range(tasks)]
         await asyncio.sleep(0.3)
@@ -173,7 +173,7 @@ async def test_takes_that_are_cancelled_at_any_time_lose_no_group(name: str, see
 
 
 class CancelledAt:
-    """Awaits a coroutine, and cancels it where it is suspended for the n-th time."""
+    """Awaits a coroutine, and cancels it at its n-th suspension."""
 
     def __init__(self, inner: Coroutine[Any, Any, list[Group]], at: int) -> None:
         self.inner = inner
@@ -320,7 +320,7 @@ async def test_ranks_take_their_shards_in_a_loop(
     bus_name: str, daemon: Callable[..., Daemon]
 ) -> None:
     daemon("--capacity", "4MiB", "--unlink-on-exit")
-    # Attaching waits for no other rank.
+    # Attaching waits for no second rank.
     ranks = [Consumer(bus_name, rank=rank, world_size=2) for rank in range(2)]
     with ranks[0], ranks[1], Producer(bus_name) as producer:
         takes = [asyncio.create_task(rank.atake(2, LONG_S)) for rank in ranks]

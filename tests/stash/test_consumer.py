@@ -1,4 +1,4 @@
-"""What a consumer delivers, and what becomes of it: groups, leases, restarts, views, stragglers."""
+"""A consumer's deliveries, and their fate: groups, leases, restarts, views, stragglers."""
 
 import gc
 import random
@@ -34,7 +34,7 @@ def put_group(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
 
 
 def take_all(consumer: Consumer, count: int, timeout: float = 30.0) -> list[Group]:
-    """Take exactly `count` groups, and make sure that no other one comes."""
+    """Take exactly `count` groups, and check that no further group comes."""
     groups: list[Group] = []
     deadline = time.monotonic() + timeout
     while len(groups) < count:
@@ -231,7 +231,7 @@ def test_the_bound_on_stashed_bytes_drops_the_oldest_groups(bus: Bus, producer: 
         assert names(take_all(consumer, 1)) == ["k19"]
 
 
-# --- one consumer after another
+# --- successive consumers
 
 
 KEEPS = """
@@ -459,7 +459,7 @@ def test_stragglers_neither_stop_the_ring_nor_get_lost_with_their_consumer(
             stragglers.append("kept")
         with Consumer(bus_name) as consumer:
             rest = [straggler for straggler in stragglers if straggler != "kept"]
-            # Beside a consumer that takes: how much room there is depends on when it last looked.
+            # Beside a taking consumer: the room depends on its last look.
             putting = pool.submit(lambda: [put(producer, straggler, 1) for straggler in rest])
             groups = take_all(consumer, len(stragglers))
             putting.result()
@@ -497,7 +497,7 @@ def test_closing_from_another_thread_ends_what_waits(bus: Bus, how: str) -> None
 def test_a_group_that_lies_whole_in_the_ring_is_in_time_however_long_the_trainer_thought(
     bus: Bus,
 ) -> None:
-    """More than one portion of records lies before its other samples."""
+    """More than a portion of records lies before its remaining samples."""
     with Producer(bus.name) as producer, Consumer(bus.name, group_timeout=0.2) as consumer:
         producer.put("slow", group_size=2, index=0, tokens=np.zeros(4, np.int32))
         assert consumer.take(timeout=0) == []

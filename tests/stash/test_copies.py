@@ -45,7 +45,7 @@ def names_to_read(kind: type) -> set[str]:
     return {each for each in dir(kind) if not each.startswith("_")}
 
 
-#: Of a lease: how it ends, and what was added to it in this process.
+#: Of a lease: its end, and additions in this process.
 OF_A_LEASE = {
     "ack", "annotated", "columns", "drop", "give_back", "make", "require_leased", "state",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Nothing is dropped without a line in the log: who, what, why, and what to do."""
+"""Every drop has a line in the log: group, reason, and remedy."""
 
 import logging
 import re
@@ -189,7 +189,7 @@ def test_thousands_of_drops_are_one_line_and_a_sum(
             put(producer, "a")
             consumer.take(timeout=0)
         assert len(lines(caplog)) == 1
-    # What was counted since is told at the end, too.
+    # Later counts are logged at the end, too.
     assert lines(caplog)[1:] == [
         f"bus {bus.name!r}: dropped 1,999 more trajectories as duplicate since the last such line"
         "; see docs/errors.md#dropped-samples"
@@ -204,7 +204,7 @@ def test_events_of_one_cause_are_told_first_and_then_summed_up_once_an_interval(
     assert not throttle.first("a", 61, 7)
     assert throttle.sums(119) == []
     assert throttle.sums(120) == [("a", 7)]
-    # After a quiet interval the next one is told in full again, and nothing is kept.
+    # After a quiet interval the next drop is told in full again, and nothing is kept.
     assert throttle.sums(500) == []
     assert throttle.first("a", 501)
     assert Throttle(limits.LOG_INTERVAL_S).sums(1e9) == []

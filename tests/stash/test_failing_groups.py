@@ -1,4 +1,4 @@
-"""Groups in which a sample fails, in the stash: asked for again, whole after all, or given up."""
+"""Groups with a failing sample, in the stash: asked for again, whole after all, or given up."""
 
 import random
 from collections import Counter
@@ -83,7 +83,7 @@ def test_a_sample_that_fails_for_good_ends_its_group_when_the_others_are_there(p
         assert bench.lease() == [] and bench.left[1:] == [("failed", [0, 2, 3, 1])]
     else:
         assert bench.lease() == [[0, 2, 3]]
-        # The report stays for as long as its group may be delivered again.
+        # The report stays as long as its group may be delivered again.
         assert bench.left[1:] == [] and bench.stash.open_records == 1
         bench.stash.give_back(bench.groups[0])
         assert bench.lease() == [[0, 2, 3]] and bench.stash.open_records == 1
@@ -103,7 +103,7 @@ def test_a_prompt_that_fails_wholly_is_given_up_and_no_other_is() -> None:
 
 def test_failures_in_one_call_keep_their_order_among_samples() -> None:
     bench = Bench()
-    # Two rounds of one key, one behind the other, each with a failure and its own end.
+    # Two rounds of a key in succession, each with a failure and its own end.
     bench.add(
         sample(0, size=2), failure(1, size=2), sample(0, size=2), sample(1, size=2),
         failure(0, size=2, committed_ns=9), sample(1, size=2), sample(0, size=2), sample(1, size=2),
@@ -118,7 +118,7 @@ def test_a_failure_that_another_has_made_good_says_nothing() -> None:
     assert bench.wanted == [] and bench.left == [("failed", [1])]
     bench.add(sample(3))
     assert bench.lease() == [[0, 1, 2, 3]] and bench.empty
-    # Nor does one that is read after its group was complete, unless it is of the next.
+    # A report read after its group's completion changes nothing, except for the next group.
     bench.add(failure(1))
     assert bench.left[1:] == [("failed", [1])] and bench.empty
     bench.add(failure(1, committed_ns=5))
@@ -136,7 +136,7 @@ def test_reports_of_an_attempt_that_is_over_use_up_nothing() -> None:
 def test_a_request_that_nobody_answers_is_a_failed_attempt() -> None:
     bench = Bench(sample_retries=2, retry_timeout_s=10)
     bench.add(sample(0), failure(1), sample(2), sample(3))
-    bench.wait(1000)  # not published: nobody could answer
+    bench.wait(1000)  # unpublished: no producer could answer
     assert bench.wanted == [(1, 1)] and bench.stash.next_deadline_s() == bench.now + 10
     bench.wait(9)
     assert bench.wanted == [(1, 1)]
@@ -153,7 +153,7 @@ def test_who_takes_it_and_dies_uses_up_an_attempt() -> None:
     first = bench.requests[0]
     bench.stash.fail_request(first, "producer 7 died", bench.now)
     assert bench.wanted == [(1, 2)] and bench.requests[0].reason == "producer 7 died"
-    bench.stash.fail_request(first, "again", bench.now)  # of a request that is over
+    bench.stash.fail_request(first, "again", bench.now)  # of a finished request
     assert bench.wanted == [(1, 2)]
     bench.stash.fail_request(bench.requests[0], "producer 8 died", bench.now)
     assert bench.wanted == [] and bench.stash.given_up == 1 and bench.stash.open_groups == 0
@@ -170,7 +170,7 @@ def test_what_is_missing_at_the_deadline_is_asked_for_before_the_group_ends(poli
     bench.add(sample(3))
     assert bench.wanted == [(1, 1)] and bench.stash.timeouts == 0
     bench.wait(10)
-    # Nobody said that it failed, so the group ends as one that is late does.
+    # Without a report of failure the group ends like a late group.
     assert bench.stash.timeouts == 1 and bench.stash.given_up == 0
     assert bench.lease() == ([[0, 2, 3]] if policy == "partial" else [])
     assert bench.left == ([] if policy == "partial" else [("timeout", [0, 2, 3])])
@@ -195,7 +195,7 @@ def test_a_group_that_failed_for_good_does_not_wait_for_ever_for_the_rest() -> N
     bench.wait(9)
     assert bench.lease() == []
     bench.wait(1)
-    assert bench.lease() == [[0, 2]] and bench.empty is False  # the report, until it is ended
+    assert bench.lease() == [[0, 2]] and bench.empty is False  # the report, until its end
 
 
 def test_a_group_whose_failure_was_made_good_waits_as_any_other() -> None:
@@ -211,7 +211,7 @@ def test_a_failure_need_not_know_its_groups_size() -> None:
     bench = Bench(sample_retries=1, retry_timeout_s=10)
     bench.add(failure(1, size=0), failure(9, size=0))
     assert bench.wanted == [(1, 1), (9, 1)] and bench.requests[0].group_size == 0
-    bench.add(sample(0))  # of four, as it turns out
+    bench.add(sample(0))  # of four, by a later sample
     assert bench.wanted == [(1, 1)] and bench.left == [("failed", [9])]
     bench.add(sample(1), sample(2), sample(3))
     assert bench.lease() == [[0, 1, 2, 3]] and bench.empty

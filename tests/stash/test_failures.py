@@ -19,7 +19,7 @@ from shmbus.inspect.status import read_status
 Serve = Callable[..., Daemon]
 Reader = Callable[..., Consumer]
 
-# Puts prompts of four; of those named `poison` each third sample fails, however often it is tried.
+# Puts prompts of four; each third sample of `poison` fails, at every attempt.
 WORKER = """
 import sys, time, numpy as np, shmbus
 name, mine, of, prompts = sys.argv[1], *map(int, sys.argv[2:])
@@ -42,7 +42,7 @@ with shmbus.Producer(name, label=f"worker-{mine}") as producer:
         time.sleep(0.005)
 """
 
-# Takes what is wanted, says so, and never answers.
+# Takes a wanted sample, reports, and never answers.
 TAKER = """
 import sys, time, shmbus
 producer = shmbus.Producer(sys.argv[1], label="taker")
@@ -103,7 +103,7 @@ def test_a_failed_sample_that_nobody_offered_is_answered_as_a_request(
 
 @pytest.fixture(params=["embedded", "daemon"])
 def reader(request: pytest.FixtureRequest, bus_name: str) -> Iterator[Reader]:
-    """Makes a bus, and a consumer with some options that reads it, or a daemon with them."""
+    """Makes a bus with a consumer of these options, or a daemon."""
     made: list[Any] = []
 
     def make(**options: Any) -> Consumer:
@@ -161,7 +161,7 @@ def test_an_aborted_sample_is_asked_for_alone_and_its_group_completes(
         assert (asked.instance_id, asked.round, asked.index, asked.split) == ("a", None, 2, "train")
         assert (asked.group_size, asked.need) == (4, 4)
         assert (asked.attempt, asked.reason, asked.fields) == (1, "out of memory", {})
-        assert first.requests.retries() == second.requests.retries() == []  # it is handed out once
+        assert first.requests.retries() == second.requests.retries() == []  # handed out once
         put(second, "a", 2)
         (group,) = take(consumer, 1)
         assert [t.index for t in group] == [0, 1, 2, 3] and group.complete
@@ -205,7 +205,7 @@ def test_a_taker_that_leaves_in_order_uses_up_nothing(reader: Reader, bus_name: 
         left = Producer(bus_name)
         producer.fail("b", 0, "flaky", group_size=4)
         assert [w.instance_id for w in wanted(consumer, left)] == ["b"]
-        del left  # as a process does that just ends
+        del left  # like an ending process
         assert [w.attempt for w in wanted(consumer, producer)] == [1]
 
 
@@ -251,7 +251,7 @@ def test_a_new_collector_finds_what_failed_and_who_has_taken_what(
         taker = Producer(bus_name, label="taker")
         mine = wait_until(lambda: taker.requests.retries(limit=1))
         assert mine[0].instance_id == "a"
-        # The other's taker dies, which nothing in the ring says.
+        # The other's taker dies, without a trace in the ring.
         doomed = spawn.script(TAKER, bus_name)
         doomed.expect("took b/2/1")
         doomed.kill()
@@ -336,7 +336,7 @@ def test_a_stopped_taker_does_not_stop_the_bus(bus_name: str, spawn: Spawner) ->
         assert len(take(consumer, 1)) == 1
 
 
-# --- what operators see
+# --- the operators' view
 
 
 def test_status_names_what_failed_and_who_has_been_asked(reader: Reader, bus_name: str) -> None:
@@ -390,7 +390,7 @@ def test_reports_survive_a_snapshot(bus_name: str, tmp_path: Path) -> None:
     assert cli("restore", str(tmp_path / "s")).status == 0
     with Producer(bus_name) as producer, Consumer(bus_name, sample_retries=1) as consumer:
         found = wanted(consumer, producer, 2)
-        # In either order: each waits for a backoff of its own.
+        # In either order: each waits for its own backoff.
         assert {(w.instance_id, w.index, w.group_size, w.reason) for w in found} == {
             ("a", 2, 4, "flaky"), ("b", 1, 0, "flaky too"),
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A group in its caller's hands: how it ends, what it shows, and that it keeps nothing alive."""
+"""A group in its caller's hands: ends, views, and no references kept."""
 
 import gc
 import weakref

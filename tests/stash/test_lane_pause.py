@@ -16,7 +16,7 @@ REFUSED = "ConnectionRefusedError(111, 'port 8000')"
 
 
 class Lane:
-    """A lane of groups, a worker, and the stash that collects what it sends."""
+    """A lane of groups, a worker, and a stash as its collector."""
 
     def __init__(self, groups: int, size: int = 8, **policy: object) -> None:
         self.stash: Stash[Sample] = Stash(
@@ -31,7 +31,7 @@ class Lane:
         self.whole: list[str] = []
 
     def take(self) -> tuple[str, int, int] | None:
-        """Take what a worker would whose last sample failed: a new one, else what is due."""
+        """Take like a worker after its own failure: a new sample, otherwise a due one."""
         failures = self.stash.failures
         if failures.lane.paused:
             if self.now < failures.lane.probe_due_s:
@@ -80,7 +80,7 @@ def test_an_engine_that_is_away_gives_up_no_prompt(away_s: float) -> None:
     assert sorted(lane.whole) == [f"{key:03}" for key in range(20)]
     assert lane.stash.given_up == 0
     assert paused == (away_s > 1)
-    # A pause's worth, and then those that were let through.
+    # A pause's worth, and then the samples let through.
     assert lane.failed <= 25 + away_s / 15 + 10
     assert lane.now < away_s + 40
 
@@ -126,7 +126,7 @@ def test_one_prompt_that_fails_is_given_up_and_pauses_nothing() -> None:
 
 
 def test_prompts_that_fail_among_others_are_given_up_though_they_are_the_last() -> None:
-    """They failed while others succeeded; so it is theirs, also once nothing else is left."""
+    """Failures beside successes belong to the samples, even after everything else ended."""
     lane = Lane(20)
     lane.new = deque(sorted(lane.new, key=lambda at: (at[1], at[0])))
     while lane.ended < 20:
@@ -200,7 +200,7 @@ def test_few_prompts_of_one_sample_outlive_an_engine_that_is_away(away_s: float)
 
 
 def test_a_new_collector_gives_up_nothing_for_failures_of_the_last_one() -> None:
-    """The last one may have excused them: what they count is not in their reports."""
+    """The last failure may have excused the earlier: reports do not tell."""
     lane = Lane(1, size=2)
     lane.new.clear()
     lane.put("000", 0)
@@ -215,7 +215,7 @@ def test_a_new_collector_gives_up_nothing_for_failures_of_the_last_one() -> None
 def test_prompts_that_fail_and_are_the_last_are_given_up_after_their_retries(
     prompts: int, size: int
 ) -> None:
-    """Fewer than pause the lane: nothing tells that it is the engine."""
+    """Fewer failures than a pause needs: nothing points to the engine."""
     lane = Lane(prompts, size)
     while lane.ended < prompts:
         lane.step(lambda key, index: f"the prompt has {lane.failed} tokens")

@@ -1,4 +1,4 @@
-"""Asking for samples again, step by step: what a collector's look and a death have between them."""
+"""Asking for samples again, step by step: between a collector's look and a death."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext._core import RETRY_ENTRIES
 
-# Takes what is wanted, and answers when it is told to; then it stays.
+# Takes a wanted sample, answers when told, and stays.
 TAKER = """
 import sys, time, numpy as np, shmbus
 producer = shmbus.Producer(sys.argv[1])
@@ -31,7 +31,7 @@ RETRIES = 1
 
 @pytest.fixture
 def collector(bus_name: str) -> Iterator[Collector]:
-    """A collector that asks once for what one of its bus's two producers says has failed."""
+    """A collector that asks once for a failed sample of one of its bus's two producers."""
     with Bus.create(bus_name, "1MiB", max_producers=2):
         collector = Collector(
             bus_name, StashPolicy(sample_retries=RETRIES, retry_backoff_s=(0.0, 0.0))
@@ -55,7 +55,7 @@ def test_an_answer_that_comes_after_the_last_look_at_the_ring_is_no_failed_attem
     taker = spawn.script(TAKER, bus_name)
     taker.expect("took")
     sweep(collector)
-    # The ring has been read to its end; now the taker answers, dies, and has an heir.
+    # The ring was read to its end; now the taker answers, dies, and gets an heir.
     collector.policy_version = 1
     taker.expect("answered")
     taker.kill()
@@ -88,7 +88,7 @@ def test_a_death_counts_once_all_that_the_dead_committed_is_read(
 
 
 def work_of_a_failure(name: str, failing: int, backoff_s: float) -> int:
-    """Instructions for one more failure beside more failing groups than the table has rows."""
+    """Instructions for a further failure beside more failing groups than rows in the table."""
     policy = StashPolicy(sample_retries=3, retry_backoff_s=(backoff_s, backoff_s))
     with Bus.create(name, "16MiB"), Producer(name) as producer:
         collector = Collector(name, policy)

@@ -1,4 +1,4 @@
-"""The stash alone: which groups come out, which samples are discarded and why, for each policy.
+"""The stash alone: delivered groups, and discarded samples with reasons, for each policy.
 
 The last part drives it together with a reference model that keeps everything in plain lists.
 """
@@ -89,7 +89,7 @@ def test_a_group_is_leased_until_its_lease_ends_and_not_before() -> None:
     assert counts(stash) == (0, 0, 0, 0, 0, 0)
 
 
-# --- what producers get wrong
+# --- mistakes of producers
 
 
 def test_as_many_finished_rounds_are_remembered_as_the_limit_says() -> None:
@@ -261,7 +261,7 @@ POLICIES = st.builds(
 
 
 class StashMachine(RuleBasedStateMachine):
-    """Does the same to a stash and to the model, and compares all that either says."""
+    """Does the same to a stash and to the model, and compares every answer."""
 
     @initialize(policy=POLICIES)
     def begin(self, policy: StashPolicy) -> None:

@@ -1,7 +1,6 @@
-"""A consumer whose records come without a pause awaits them without sleeping, and hears the rest.
+"""A consumer of a steady stream waits without sleeping, and hears everything else.
 
-The stream is of one sample again and again: duplicates are dropped, so it never ends by itself and
-no group of it is ever complete.
+The stream repeats a sample: duplicates are dropped, so it never ends and no group completes.
 """
 
 import signal
@@ -29,7 +28,7 @@ with Producer(sys.argv[1]) as producer:
 
 
 class Interrupted(Exception):
-    """What a signal's handler raises here."""
+    """Raised by a signal's handler here."""
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def begin_stream(spawn: Spawner, bus: str) -> Child:
 
 
 def state_of(thread: int) -> str:
-    """Return the letter by which the kernel says what a thread of this process does."""
+    """Return the kernel's letter for the state of a thread of this process."""
     with open(f"/proc/self/task/{thread}/stat") as stat:
         return stat.read().rsplit(")", 1)[1].split()[0]
 

@@ -1,4 +1,4 @@
-"""A take on its usual way is one call into C: what leads off that way, and who waits where."""
+"""A usual take is a single call into C: detours, and waiting threads."""
 
 import gc
 import itertools
@@ -24,7 +24,7 @@ from shmbus_ext._core import RecursiveLock
 
 
 class Interrupted(Exception):
-    """What a signal's handler raises here."""
+    """Raised by a signal's handler here."""
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_each_group_goes_to_one_of_the_threads_that_take(bus: str) -> None:
     with Consumer(bus) as consumer, Producer(bus) as producer:
 
         def work(number: int) -> None:
-            # Some poll, and some sleep.
+            # Some poll, the rest sleeps.
             while sum(seen.values()) < groups:
                 taken = consumer.take(1 + number, 0.01 if number % 2 else 0)
                 with lock:
@@ -190,7 +190,7 @@ def test_a_consumer_that_its_own_watchdog_leads_back_to_is_collected(bus: str, r
             self.consumer = Consumer(bus, on_stall=self.told, stall_timeout=0.01)
 
         def told(self, report: StallReport) -> None:
-            """Hear of it."""
+            """Note the call."""
 
     trainer = Trainer()
     for _ in range(rounds):
@@ -223,12 +223,12 @@ def test_a_sleeper_whose_group_came_in_time_sleeps_on(bus: str) -> None:
                 break  # on a busy machine not at once
         before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
         assert pool.submit(consumer.take, 1, 0.4).result(30) == []
-        # Some for the deadline of the other, the threads and the end; thousands if it spun.
+        # Some for a deadline, the threads and the end; thousands in a spin.
         assert resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before < 100
 
 
 class Count(int):
-    """An int of another kind."""
+    """An int subclass."""
 
 
 def test_numbers_of_all_kinds_are_taken(bus: str) -> None:

@@ -143,7 +143,7 @@ def test_an_unwritable_snapshot_is_told(daemon: Served, bus_name: str, tmp_path:
 def test_a_full_disk_is_told_with_what_it_needs(
     bus_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As root no limit makes a disk full: /dev/full does, where a part is to be.
+    # For root no limit fills a disk: /dev/full does, in the place of a part.
     real = snapshot.PartWriter.finish
 
     def finish(writer: snapshot.PartWriter) -> object:

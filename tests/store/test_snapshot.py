@@ -1,4 +1,4 @@
-"""Snapshots: whole or not there at all; what comes back is what was there, once."""
+"""Snapshots: whole or absent; restored samples equal the saved ones, once."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ from shmbus.store import parts, snapshot
 
 
 def fill(producer: shmbus.Producer, rng: np.random.Generator, groups: int) -> dict[Any, Any]:
-    """Put groups of 3 with all kinds of arrays; return what was put, by (id, index)."""
+    """Put groups of 3 with every kind of array; return the puts, by (id, index)."""
     put = {}
     structured = np.dtype([("a", "<i2"), ("b", "<f8", (2,))])
     for number in range(groups):
@@ -273,7 +273,7 @@ def edit_part(directory: Path, **changes: Any) -> None:
 
 
 def edit_slots(directory: Path, *edits: dict[str, Any]) -> None:
-    """The first slot so often, each time with other changes."""
+    """The first slot so often, with different changes each time."""
     slot = json.loads((directory / "manifest.json").read_text())["slots"][0]
     nothing = {"committed": 0, "aborted": 0}
     edit(
@@ -377,7 +377,7 @@ def test_the_daemon_restores_once_and_goes_on(bus_name: str, taken: Path, spawn:
         child = spawn.module("shmbus.cli", *arguments)
         wait_until(functools.partial(said_metrics, child), what="the daemon's metrics")
         address = re.findall(r"http://[0-9.:]+/metrics", child.output())[0]
-        # Before it serves, a consumer would read the bus itself, and the daemon would find it busy.
+        # Earlier, a consumer would read the bus itself, and the daemon would find it busy.
         wait_until(functools.partial(said_serving, child), what="the daemon")
         with shmbus.Consumer(bus_name) as consumer:
             group = consumer.take(1, timeout=10)[0]
@@ -443,7 +443,7 @@ def test_a_full_bus_is_restored(bus_name: str, tmp_path: Path, seed: int, mixed:
         number = 0
         full = set()
         while len(full) < len(sizes):
-            # By turns, so that in the order of commits they lie beside each other.
+            # By turns: neighbours in the order of commits.
             for kind, producer in producers.items():
                 size = sizes[kind] or rng.randrange(1, 30_000)
                 data = np.full(size, number % 251, np.uint8)

@@ -30,7 +30,7 @@ def gathered(groups: Any, layout: Any = "packed", **options: Any) -> Batch:
 
 
 def look_first(groups: Any) -> None:
-    """However a batch is looked at first, while its tensors are still to be made."""
+    """Any first look at a batch, before its tensors exist."""
     want = pack(groups)
     for look in (
         lambda batch: batch.to("cpu"),
@@ -42,7 +42,7 @@ def look_first(groups: Any) -> None:
         assert batch.num_tokens == want.num_tokens and batch.lengths == want.lengths
         assert batch.facts.samples.tolist() == want.facts.samples.tolist()
         seen = look(batch)
-        seen.groups = want.groups  # which are left out of a pickle, and of a dict
+        seen.groups = want.groups  # left out of a pickle, and of a dict
         assert_same(seen, want)
     assert not hasattr(gathered(groups), "no_such_tensor")
 

@@ -35,7 +35,7 @@ class Row:
         self.mask[[0, 7]] = True
 
     def poisoned(self) -> Row:
-        """Have poison where the mask is not."""
+        """Poison the places outside of the mask."""
         for at, poison in zip((~self.mask).nonzero().flatten().tolist(), POISON, strict=False):
             self.old[at] = poison
         return self

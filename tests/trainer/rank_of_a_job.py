@@ -1,6 +1,6 @@
 """A rank of a job that is killed, and resumes from a checkpoint: settings come as JSON.
 
-Ranks meet in each step after they have their batches, and after rank 0 has saved.
+Ranks meet in each step with their batches, and after rank 0's save.
 """
 
 import json
@@ -48,7 +48,7 @@ def main() -> None:
         except EOFError:
             if world_size == 1:
                 break
-            print("dry", flush=True)  # what is left is too little for a step of all ranks
+            print("dry", flush=True)  # the rest is too small for a step of every rank
             time.sleep(600)
         held.append(batch)
         names = [

@@ -56,11 +56,11 @@ def prompts_of(*names: str) -> dict[str, Any]:
 
 
 def test_a_cancelled_skyrl_call_takes_only_its_own_groups(bus: shmbus.Bus, seed: int) -> None:
-    """The wait for groups is a thread's; what that has is filed, though its call is cancelled."""
+    """A thread waits for groups; its groups are filed despite a cancelled call."""
     dice = random.Random(seed)
 
     def answer(producer: Any, request: Any) -> None:
-        time.sleep(0.002)  # so that groups come one by one
+        time.sleep(0.002)  # lets groups come singly
         producer.requests.answer(request, score=1.0, **GOOD)
 
     async def rounds(generator: GenerateByBus) -> None:
@@ -182,7 +182,7 @@ def test_an_interrupted_ack_is_repeated_once(take: str, done: bool, bus: shmbus.
 
 
 def test_a_call_of_trl_that_ends_by_an_error_holds_no_other_group(bus: shmbus.Bus) -> None:
-    """What came beside the bad group, in one look, is of a call that nobody waits for."""
+    """Groups beside the bad group, from the same look, belong to an abandoned call."""
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), num_generations=1, max_completion_length=8,
         accelerator=SimpleNamespace(num_processes=1), processing_class=None,

@@ -49,7 +49,7 @@ async def test_groups_of_differing_sizes_come_in_packs(bus: shmbus.Bus, env: Env
         assert trainer.get_batch() == {"batch": None}
         await env._send_scored_data_to_api(scored([1]))
         await env._send_scored_data_to_api([scored([2], [3])])
-        # A pack is as large as the largest group: one of 1 waits for another.
+        # A pack is as large as the largest group: a group of 1 waits for company.
         assert trainer.get_batch() == {"batch": None}
         await env._send_scored_data_to_api(scored([4]))
         batch = trainer.get_batch()["batch"]
@@ -101,7 +101,7 @@ async def test_a_full_bus_holds_the_environment_and_its_loop_goes_on(bus_name: s
             await asyncio.sleep(0.05)
             held = [task for task in sending if not task.done()]
             assert held
-            # Cancelled while it is held: the group is put whole still.
+            # Cancelled during a hold: the group is put whole still.
             held[0].cancel()
             count = 0
             while count < 30:
@@ -146,7 +146,7 @@ def test_a_group_that_atropos_cannot_have_costs_no_other(
         asyncio.run(env._send_scored_data_to_api(scored([2])))
         batch = trainer.get_batch(timeout=10.0)["batch"]
         assert sorted(group["tokens"] for group in batch) == [[[1]], [[2]]]
-        # One that waits for another makes whatever is left a batch.
+        # A waiting call turns any rest into a batch.
         asyncio.run(env._send_scored_data_to_api(scored([3])))
         assert trainer.get_batch() == {"batch": None}
         named = [record.args for record in caplog.records if "cannot be given" in record.msg]
@@ -168,7 +168,7 @@ def test_useless_groups_extend_no_timeout(bus: shmbus.Bus, producer: shmbus.Prod
     putting = threading.Thread(target=put_on)
     with AtroposTrainer(bus.name, batch_size=1 << 40) as trainer:
         putting.start()
-        # It would go on for as long as groups come: what ends it otherwise is the watchdog.
+        # The call would go on with the flow of groups: otherwise the watchdog ends it.
         taken = trainer.get_batch(timeout=0.2)
         stop.set()
         putting.join()

@@ -1,4 +1,4 @@
-"""Annotators in processes of their own: each column once, to its own sample, whoever dies."""
+"""Annotators in separate processes: each column once, to its own sample, through any death."""
 
 import os
 import signal
@@ -19,11 +19,11 @@ from shmbus import Annotator, Bus, Columns, Consumer, Producer, ProtocolError
 from trainer_adapter import OnlineDataHandler
 
 REFERENCE = {"ref_logprobs": "float32"}
-# To allocate what is usual takes long, and no test fills it.
+# Allocating the usual size takes long, and no test fills it.
 SMALL = {"capacity": "8MiB", "request_capacity": "8MiB"}
 # The long form has thousands.
 GROUPS = int(os.environ.get("SHMBUS_TEST_ANNOTATED", "80"))
-#: How often an annotator dies before it writes, a group; after it less than half as often.
+#: Share of an annotator's deaths before a write, by group; after a write less than half.
 DEATHS = min(0.05, 400 / GROUPS)
 
 
@@ -269,11 +269,11 @@ def test_killed_trainers_and_annotators_train_each_group_with_its_column_once(
     for child in (*annotators, *trainers.values()):
         child.kill()
     assert Counter(trained.read_text().split()) == {f"q{n}": 1 for n in range(groups)}
-    # The log comes after the column, so a death in between leaves a line out, and never adds one.
+    # The log follows the column: a death in between omits a line, and never adds a line.
     assert Counter(written.read_text().split()).most_common(1)[0][1] == 1
     if ranks > 1:
         served.kill()
-        # Only what was written for a rank's last group is there still: it ends with the next one.
+        # Only columns of a rank's last group remain: they end with the next.
         with Consumer(served.name, daemon=False) as consumer:
             rest = [consumer.take(timeout=0.5, split=split) for split in ("train", "rank1")]
             assert max(map(len, rest)) <= 1
@@ -292,7 +292,7 @@ def test_ranks_without_daemon_columns_are_told(daemon: Callable[..., Daemon], bu
 
 
 def annotated(handler: OnlineDataHandler, annotator: Annotator, groups: int = 1) -> Any:
-    """The next batch, once an annotator has written the columns of all groups."""
+    """Return the next batch, after an annotator wrote every group's columns."""
     with pytest.raises(TimeoutError):
         handler.next_batch(0.5)
     for _ in range(groups):
@@ -322,7 +322,7 @@ def test_what_was_written_for_a_group_that_has_ended_ends_with_the_next_life(bus
     put(bus, 2)
     with annotating(bus, timeout=0.2) as (columns, handler, annotator):
         handler.ack(annotated(handler, annotator, groups=2))
-        columns._used.clear()  # as after a death: nothing that was written is told to have ended
+        columns._used.clear()  # as after a death: ends of written columns go unreported
         columns.close()
     with (
         Columns(bus.name, REFERENCE, **SMALL) as columns,

@@ -16,7 +16,7 @@ from trainer_adapter import Batch, ExtraField, OnlineDataHandler, pack
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.microbatch import MicroBatch, micro_batches
 
-#: The samples of one group, each a list of its rows' lengths; None for one without rows=.
+#: Samples of a group, as lists of their rows' lengths; None without rows=.
 SHAPES: list[list[int] | None] = [[4, 3], None, [2], [5, 1, 6]]
 EXTRA: dict[str, Any] = {
     "ref_logprobs": "token",
@@ -38,7 +38,7 @@ def make_row(rng: np.random.Generator, length: int) -> dict[str, Any]:
 
 
 def make_group(rng: np.random.Generator) -> list[dict[str, Any]]:
-    """The samples, each with its rows under "rows" whether it is put so or not."""
+    """Return the samples with their rows under "rows", however put."""
     return [
         {
             "score": float(rng.random()),

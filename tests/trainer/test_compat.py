@@ -1,4 +1,4 @@
-"""Padding and unpadding: values, borders, gradients, and the one signature."""
+"""Padding and unpadding: values, borders, gradients, and a single signature."""
 
 import json
 import sys
@@ -112,7 +112,7 @@ def test_a_torch_without_the_reader_says_which_has_one(monkeypatch: pytest.Monke
     from trainer_adapter import compat
 
     if TORCH >= HAS_READER:
-        # The same as torch 2.6, where none of these places exists.
+        # Equals torch 2.6, without any of these places.
         monkeypatch.setattr(compat, "_READERS", [("torch.distributed.checkpoint.no_such", "X")])
     with pytest.raises(ImportError, match=r"expected torch 2.7 or later, got"):
         HuggingFaceStorageReader("anywhere")
@@ -121,7 +121,7 @@ def test_a_torch_without_the_reader_says_which_has_one(monkeypatch: pytest.Monke
 def test_a_reader_for_want_of_a_package_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer_adapter import compat
 
-    # The same as torch 2.7 without huggingface_hub, which it imports when the reader is made.
+    # Equals torch 2.7 without huggingface_hub, imported by a new reader.
     module = ModuleType("hf_storage")
 
     def reader(path: str) -> None:

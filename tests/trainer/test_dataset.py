@@ -65,7 +65,7 @@ def test_a_stateful_data_loader_resumes(bus: Bus, producer: Producer, prefetch: 
                 loader.load_state_dict(state)
             for _, batch in zip(range(2), loader, strict=False):
                 got += keys_of(batch)
-                # The second of each life is trained, saved, and not acknowledged.
+                # The second of each life is trained, saved, and left unacknowledged.
                 state = loader.state_dict()
                 if len(got) % 4 or len(got) == len(keys):
                     handler.ack(batch)
@@ -77,7 +77,7 @@ def test_a_stateful_data_loader_resumes(bus: Bus, producer: Producer, prefetch: 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("acks", [0, 2])
 def test_torch_dcp_saves_and_loads(bus: Bus, producer: Producer, tmp_path: Path, acks: int) -> None:
-    # Here and not above: it takes as long as torch, in each worker that collects this file.
+    # Imported late: as slow as torch, in each worker with this file.
     import torch.distributed.checkpoint as dcp
 
     keys = [f"k{number}" for number in range(8)]
@@ -90,7 +90,7 @@ def test_torch_dcp_saves_and_loads(bus: Bus, producer: Producer, tmp_path: Path,
         for batch in batches[:acks]:
             handler.ack(batch)
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
-        # What this one holds before it loads is of another shape than what was saved.
+        # Its batches before the load differ in shape from the saved ones.
         dcp.load({"data": handler, "weight": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
         assert (handler.step, producer.policy_version) == (2, 7)
         got = [*keys_of(handler.next_batch(10)), *keys_of(handler.next_batch(10))]

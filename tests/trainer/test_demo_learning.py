@@ -67,7 +67,7 @@ def sample_groups(
 
 
 def random_policy(config: PolicyConfig, seed: int) -> Policy:
-    """A policy whose head is random too, so that its distributions differ between contexts."""
+    """A policy with a random head, too: distributions differ between contexts."""
     policy = Policy(config, seed=seed)
     head = policy.weights["head"]
     generator = torch.Generator().manual_seed(seed)

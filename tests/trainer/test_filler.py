@@ -1,4 +1,4 @@
-"""Nothing trains on filler: a whole group has a field, or none of it, by its right name."""
+"""Nothing trains on filler: a whole group has a field under its right name, or no sample has."""
 
 import logging
 from collections.abc import Callable
@@ -24,7 +24,7 @@ FULL: dict[str, Any] = {
 
 
 def own(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What the trainer's side has logged; the bus logs the drop too, without the reason in full."""
+    """Return the trainer's side's log; the bus logs the drop too, with a shortened reason."""
     return [record for record in caplog.records if record.name.startswith("trainer_adapter")]
 
 

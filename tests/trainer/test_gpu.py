@@ -39,7 +39,7 @@ def bus(bus_name: str) -> Iterator[Bus]:
 
 
 def random_sample(rng: np.random.Generator, longest: int, fields: Sequence[str]) -> dict[str, Any]:
-    """A sample with these optional fields, of any dtype that the bus packs."""
+    """A sample with these optional fields, of any dtype the bus packs."""
     n = int(rng.integers(0, longest))
     floats = ["f4", "f4", "f8"]
     given: dict[str, Any] = {
@@ -58,7 +58,7 @@ def random_sample(rng: np.random.Generator, longest: int, fields: Sequence[str])
 
 
 def put_random(producer: Producer, seed: int, groups: int, longest: int) -> None:
-    """Put groups with and without the optional fields; all have logprobs, or none has."""
+    """Put groups with and without the optional fields; logprobs come for every group or none."""
     rng = np.random.default_rng(seed)
     for_all = ["logprobs"] if rng.random() < 0.8 else []
     for number in range(groups):
@@ -85,7 +85,7 @@ def assert_same(got: Batch, want: Batch) -> None:
 
 
 def address(trajectory: Any, array: np.ndarray[Any, Any]) -> int:
-    """Where a view's elements lie in the mapping that CUDA knows; views point into another one."""
+    """Return the place of a view's elements in CUDA's mapping; views use a second mapping."""
     at = int(array.__array_interface__["data"][0])
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(border, 16) for border in line.split()[0].split("-"))
@@ -99,7 +99,7 @@ FIELDS = ("tokens", "loss_mask", "logprobs", "advantages")
 
 
 def told(count: int, flags: Any = None) -> dict[str, Any]:
-    """What a caller says of its sequences: numbers that tell them apart."""
+    """Return a caller's data on its sequences: numbers to tell them apart."""
     return {"advantages": np.arange(count, dtype=np.float32) / 7, "flags": flags}
 
 
@@ -271,7 +271,7 @@ def test_memory_for_tables_is_used_again_only_when_it_was_given_back() -> None:
 
 @contextlib.contextmanager
 def packing(bus: Bus, **options: Any) -> Iterator[tuple[GpuPacker, Producer, Consumer]]:
-    """A packer with somebody who puts and somebody who takes; it lets go of the ring first."""
+    """A packer between a producer and a consumer; releases the ring first."""
     packer = GpuPacker("cuda", **options)
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
         try:
@@ -321,7 +321,7 @@ def test_an_unawaited_batch_keeps_its_table_until_its_kernel_ends(bus: Bus, seed
             dropped = packer.begin(groups[:4])
             batch = dropped._batch
             del dropped
-            # What its table lay in may be this now.
+            # This may reuse the memory of its table.
             torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True).fill_(0xFF)
             assert_same(batch, pack(groups[:4]))
 
@@ -373,7 +373,7 @@ def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> No
         groups = consumer.take(64, 10)
         packer.pack(groups)
         busy = torch.cuda.Event()
-        # About a second of the device's clock, on the stream that training uses.
+        # About a second of the device's clock, on the training stream.
         torch.cuda._sleep(2_000_000_000)
         busy.record()
         batch = packer.pack(groups)
@@ -382,7 +382,7 @@ def test_training_that_is_under_way_is_not_waited_for(bus: Bus, seed: int) -> No
 
 
 class Registered:
-    """Stands for what CUDA is told; says whether the memory was still there when it is told off."""
+    """Stands for CUDA's registration; reports whether the memory outlived it."""
 
     seen: ClassVar[list[str]] = []
     device_shift = 0
@@ -410,7 +410,7 @@ def test_a_ring_stays_mapped_until_it_is_unregistered(
     consumer.ack([group])
     consumer.close()
     del consumer, group, owner
-    with Consumer(bus.name):  # its successor has another mapping
+    with Consumer(bus.name):  # its successor maps the ring elsewhere
         if how == "close":
             ring.close()
             assert Registered.seen == ["mapped"]

@@ -128,12 +128,12 @@ def test_a_prompt_that_is_offered_again_after_a_checkpoint_is_made_again_and_onc
         handler.load_state_dict(state)
         assert handler.request("q", group_size=2, round=0, prompt=TOKENS) > 0
         if reported:
-            # Its first word is a failure, which is no late one of the group before.
+            # Its first record is a failure, no late one of the previous group.
             request = producer.requests.next(5)
             assert request is not None
             producer.requests.fail(request, "out of memory")
             with pytest.raises(TimeoutError):
-                handler.next_batch(0)  # reads it
+                handler.next_batch(0)  # reads the ring
             again = producer.requests.next(5)
             while again is not None and again.attempt == 0:
                 producer.requests.answer(
@@ -213,7 +213,7 @@ def train_ahead(name: str, path: Path) -> None:
                 path.with_suffix(".new").write_text(json.dumps(handler.state_dict()))
                 path.with_suffix(".new").rename(path)
             handler.ack(handler.next_batch(30))
-        handler.stats()  # the daemon has all of that by now
+        handler.stats()  # the daemon knows everything by now
         os.kill(os.getpid(), signal.SIGKILL)
 
 

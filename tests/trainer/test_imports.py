@@ -9,7 +9,7 @@ STACKS = (
     "aiohttp", "atroposlib", "prime_rl", "skyrl", "slime", "torch", "torchtitan", "transformers",
     "trl", "verl",
 )  # fmt: skip
-#: What is imported in turn, and what nothing so far may have loaded.
+#: Modules imported in turn, and modules still unloaded then.
 IN_TURN: list[tuple[str, tuple[str, ...]]] = [
     ("import trainer_adapter", ("numpy", "shmbus", *STACKS)),
     *(

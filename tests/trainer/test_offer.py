@@ -281,7 +281,7 @@ def test_a_loader_of_batches_is_refused(bus: Bus) -> None:
 
 
 class Flaky:
-    """Raises before each third prompt; the next call gives it."""
+    """Raises before each third prompt; the next call returns the prompt."""
 
     def __init__(self, count: int) -> None:
         self.left = iter(prompts(count))
@@ -298,7 +298,7 @@ class Flaky:
 
 
 class Again:
-    """Can be begun again; the first pass raises in its midst."""
+    """Can begin again; the first pass raises in the middle."""
 
     def __init__(self, count: int) -> None:
         self.count, self.passes = count, 0
@@ -426,7 +426,7 @@ def test_the_same_call_goes_on_at_the_exact_prompt_on_a_new_bus(bus_name: str, k
 
 
 class Stateful:
-    """Has a state of its own, as torchdata's StatefulDataLoader."""
+    """Has its own state, like torchdata's StatefulDataLoader."""
 
     def __init__(self, count: int) -> None:
         self.data, self.at = prompts(count), 0
@@ -460,7 +460,7 @@ def test_a_run_that_goes_back_in_one_process_trains_none_twice(bus: Bus) -> None
         handler.offer(prompts(10), group_size=2)
         handler.ack(handler.next_batch(30))
         state = handler.state_dict()
-        handler.ack(handler.next_batch(30))  # and its weights are lost
+        handler.ack(handler.next_batch(30))  # its weights are lost
         handler.load_state_dict(state)
         trained = train_all(handler)
         assert len(set(trained)) == len(trained) == 8
@@ -530,7 +530,7 @@ def shuffled() -> list[dict[str, Any]]:
 
 
 def work(name: str, path: Path, seed: int) -> None:
-    """Sample whatever is asked for; one in ten fails, and is noted before."""
+    """Sample every request; a tenth fails, after a note."""
     rng = random.Random(seed)
     with Producer(name) as producer, path.open("a", buffering=1) as failed:
         while (request := producer.requests.next()) is not None:
@@ -630,7 +630,7 @@ def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) ->
         for _ in range(3):
             batch = handler.next_batch(60)
             found[rank] += ids(batch)
-            out.append(batch)  # acknowledged at the end: what another rank holds is a batch
+            out.append(batch)  # acknowledged at the end: the second rank holds a batch
         for batch in out:
             handler.ack(batch)
 
@@ -678,7 +678,7 @@ def test_ranks_train_all_that_fits(bus: Bus, daemon: Callable[..., Daemon], left
 
 
 def test_prompts_offered_after_a_checkpoint_are_trained_once(bus: Bus, tmp_path: Path) -> None:
-    """A snapshot has the samples of a prompt, and not that it was offered."""
+    """A snapshot keeps the samples of a prompt, and forgets the offer."""
     restored = f"{bus.name}-restored"
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, Producer(bus.name) as producer:
         handler.offer(data := prompts(3), ahead=1, group_size=1)

@@ -1,4 +1,4 @@
-"""What `pack` makes of groups: its values against numpy, its memory, and what it refuses."""
+"""Results of `pack`: its values against numpy, its memory, and its refusals."""
 
 from typing import Any
 
@@ -174,5 +174,5 @@ def test_memory_of_a_kept_tensor_is_not_reused(bus: Bus, producer: Producer, see
             assert torch.equal(view, right)
         kept.clear()
         del view
-        # With nobody looking, one block is enough.
+        # Without observers a single block suffices.
         assert len({pack(group, memory=memory).tokens.data_ptr() for group in groups}) == 1

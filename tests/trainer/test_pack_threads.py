@@ -1,4 +1,4 @@
-"""`pack_threads=`: several threads make the batch that one makes, and leave nothing behind."""
+"""`pack_threads=`: several threads make the batch of a single thread, and leave nothing behind."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from trainer_adapter._arguments import checked_pack_threads
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import HostPacker
 
-#: More tokens than one piece of a copy has, with a rest: a sequence is cut, and its ends are odd.
+#: More tokens than a piece of a copy, with a rest: cuts a sequence, with odd ends.
 LONG = 3 * 4096 + 5
 
 
@@ -162,7 +162,7 @@ def test_a_handler_ends_its_threads(bus: Bus, producer: Producer, seed: int) -> 
 
 @pytest.fixture
 def packer(bus: Bus, producer: Producer) -> Iterator[HostPacker]:
-    """A packer of three threads, which has packed: its helpers have begun."""
+    """A packer of three threads after a pack: its helpers run."""
     put(producer, "first", [sample(np.random.default_rng(1), LONG) for _ in range(2)])
     made = HostPacker(pack_threads=3)
     with Consumer(bus.name) as consumer:

@@ -1,4 +1,4 @@
-"""Ranks that have shards ready: the same shards, each trained once, whoever dies in between."""
+"""Ranks with shards ready: the same shards, each trained once, through any death in between."""
 
 import json
 import random
@@ -37,7 +37,7 @@ def fill(handler: OnlineDataHandler, count: int) -> None:
 
 
 def join(name: str, rank: int, **options: Any) -> OnlineDataHandler:
-    """Attach as a rank, as soon as the daemon knows that the one before is gone."""
+    """Attach as a rank, as soon as the daemon knows its predecessor's end."""
 
     def attempt() -> OnlineDataHandler | None:
         try:
@@ -54,7 +54,7 @@ def join(name: str, rank: int, **options: Any) -> OnlineDataHandler:
 def test_prefetching_ranks_train_each_once(daemon: Served, bus_name: str, restart: bool) -> None:
     served = daemon("--capacity", "8MiB")
     keys = put(bus_name, range(48))
-    # One asks further ahead than the other, and a third way would be not to ask ahead at all.
+    # The ranks ask differently far ahead, down to no request ahead.
     handlers = [join(bus_name, rank, groups_per_batch=4, prefetch=1 + rank) for rank in range(2)]
     trained: list[str] = []
     for step in range(6):
@@ -134,7 +134,7 @@ def test_a_dead_ranks_ready_shards_return(daemon: Served, bus_name: str, spawn: 
             others += keys_of(batch)
             zero.ack(batch)
         child.kill()
-        # Rank 0 has no claim on them, however far it goes.
+        # Rank 0 has no claim on them, at any distance.
         for _ in range(3):
             batch = zero.next_batch(20)
             others += keys_of(batch)
@@ -154,7 +154,7 @@ def test_a_dead_ranks_ready_shards_return(daemon: Served, bus_name: str, spawn: 
 
 def test_shards_that_go_back_keep_their_borders(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "8MiB")
-    # Steps of a group a rank, of which many would fit into one batch.
+    # Steps of a group a rank: a batch would hold many.
     options = {"tokens_per_batch": 10_000, "max_wait": 0.0}
     with join(bus_name, 0, prefetch=2, **options) as zero, join(bus_name, 1, **options) as one:
         first: list[list[str]] = []

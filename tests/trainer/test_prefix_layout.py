@@ -48,7 +48,7 @@ def put_groups(producer: Producer, rng: np.random.Generator, groups: int) -> Non
     for number in range(groups):
         prompt = rng.integers(0, 30, int(rng.integers(20, 57)))  # a sequence: at most 90 tokens
         samples = answers(rng, prompt, 4)
-        if number % 2:  # a tree: each sample has rows that branch off its first one
+        if number % 2:  # a tree: rows of each sample branch off its first row
             samples = [
                 {"score": one.pop("score"), "rows": [one, *branches(rng, one)]} for one in samples
             ]

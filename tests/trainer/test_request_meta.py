@@ -74,7 +74,7 @@ def test_skyrls_extras_reach_workers(bus: shmbus.Bus, caplog: pytest.LogCaptureF
 def manager(
     bus: shmbus.Bus, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Any], dict[str, Any]]]:
-    """Have verl's manager offer one prompt, without verl; returns what its worker is told."""
+    """Have verl's manager offer a prompt, without verl; return its worker's view."""
     queue = ModuleType("transfer_queue")
     vars(queue)["kv_put"] = lambda **_: None
     monkeypatch.setitem(sys.modules, "transfer_queue", queue)

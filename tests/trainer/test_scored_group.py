@@ -1,4 +1,4 @@
-"""Callables that see a whole group: which they are, and what they are shown."""
+"""Callables for whole groups: their detection, and their arguments."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""`score_group`: what producers left open is scored before a batch, or is an error by name."""
+"""`score_group`: samples left open by producers are scored before a batch, or named in an error."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ def test_a_takes_groups_are_scored_at_once(bus: Bus, producer: Producer, prefetc
     def score_threads() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "shmbus-groups"}
 
-    others = score_threads()  # of earlier tests, which may end meanwhile
+    others = score_threads()  # of earlier tests, perhaps ending meanwhile
     loops = set()
     begun = 0
     all_begun: asyncio.Event | None = None
@@ -88,7 +88,7 @@ def test_a_takes_groups_are_scored_at_once(bus: Bus, producer: Producer, prefetc
         begun += 1
         if begun == 8:
             all_begun.set()
-        await all_begun.wait()  # one after the other they would wait for ever
+        await all_begun.wait()  # in sequence they would wait for ever
         return judge(group)
 
     for number in range(8):
@@ -107,7 +107,7 @@ def test_a_takes_groups_are_scored_at_once(bus: Bus, producer: Producer, prefetc
     ) as handler:
         asyncio.run(in_a_notebook())
         assert len(handler.next_batch(30).groups) == 2
-        assert len(loops) == 1  # a client of a server lives in one
+        assert len(loops) == 1  # a server's client lives in a single loop
     assert not score_threads() - others
 
 
@@ -241,7 +241,7 @@ GROUPS = 12
 
 
 def serve(path: str, dies_after: int) -> None:
-    """A reward model behind a socket; it is gone after so many answers."""
+    """A reward model behind a socket, gone after so many answers."""
     answers = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -263,7 +263,7 @@ def serve(path: str, dies_after: int) -> None:
 
 
 async def ask(path: str, group: shmbus.Group) -> list[float]:
-    """Ask the reward model, for as long as there is none."""
+    """Ask the reward model until it answers."""
     line = json.dumps([t["tokens"].tolist() for t in group]).encode() + b"\n"
     while True:
         try:
@@ -313,7 +313,7 @@ def test_deaths_lose_and_mix_up_no_score(bus: Bus, producer: Producer, tmp_path:
 
 
 def run_trainer(name: str, path: str, log: Path, last_batch: int, place: str) -> None:
-    """Train until nothing comes any more; what is acknowledged is written down before."""
+    """Train until the flow ends; note each batch before its acknowledgement."""
     batches = 0
 
     async def score_group(group: shmbus.Group) -> list[float]:

@@ -1,4 +1,4 @@
-"""Groups that a checkpoint counts as trained never train again, over killed trainer processes."""
+"""Groups trained by a checkpoint never train again, over killed trainer processes."""
 
 import functools
 import json
@@ -65,7 +65,7 @@ def rank_options(rank: int, world_size: int, **more: Any) -> dict[str, Any]:
 def live(
     spawn: Spawner, bus: str, world_size: int, folder: Path, steps: int, **told: Any
 ) -> list[str]:
-    """One life of all ranks: each trains, all meet, those save that are told to, all are killed."""
+    """Run a life of every rank: train, meet, save on demand, get killed."""
     folder.mkdir()
     saves = told.pop("saves", range(world_size))
     acks = told.pop("acks", [0] * world_size)
@@ -113,7 +113,7 @@ def test_an_older_state_names_what_was_trained_when_it_was_saved(
     second = live(spawn, bus_name, 2, tmp_path / "b", 1, load=state, saves=[])
     served.kill()
     served.start()
-    # The second life was in vain: what it trained, and had not acknowledged, is trained again.
+    # The second life was in vain: its unacknowledged groups train again.
     third = live(spawn, bus_name, 2, tmp_path / "c", 4, load=state, saves=[])
     assert Counter(first + third) == Counter(everything)
     assert set(second) < set(third)
@@ -158,7 +158,7 @@ def test_a_new_daemon_waits_for_every_rank(spawn: Spawner, daemon: Served, bus_n
         one = spawn.script(RANK_1, bus_name)
         one.expect("has its batch")
         zero.ack(zero.next_batch(20))
-        wait_until(lambda: names_of(zero) == 2)  # it holds nothing that it would have to claim
+        wait_until(lambda: names_of(zero) == 2)  # holds nothing that needs a claim
         one.send_signal(signal.SIGSTOP)
         served.kill()
         served.start()
@@ -176,7 +176,7 @@ def names_of(handler: OnlineDataHandler) -> int:
 
 
 def test_a_prompt_trained_after_rank_0_saved_is_not_offered(daemon: Served, bus_name: str) -> None:
-    """The states of one step are one, though rank 1 had no batch of it yet when rank 0 saved."""
+    """The states of a step agree, even without a batch of rank 1 at rank 0's save."""
     daemon("--capacity", "4MiB")
 
     def ranks() -> list[OnlineDataHandler]:
@@ -308,7 +308,7 @@ def test_a_restored_bus_skips_trained_groups(spawn: Spawner, bus_name: str, tmp_
         store.take(bus_name, tmp_path / "one")
     store.restore(tmp_path / "one", restored)
     everything = {f"g{number}/{index}" for number in range(4) for index in range(2)}
-    # The numbers of its new producers were given on the other bus, too: those are other samples.
+    # The first bus gave out its new producers' numbers, too: different samples.
     everything |= put_groups(restored, range(4, 6))
     second = trained(begin(spawn, restored, steps=1, load=state, save=state))
     store.take(restored, tmp_path / "two")

@@ -233,7 +233,7 @@ class _SyncTrainer:
         self.train_dataset = _RowsOf("prompt")
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
-        """Do as TRL does: a rollout function gets the prompts, and no other column."""
+        """Like TRL: a rollout function gets the prompts, and no other column."""
         assert self.rollout_func is not None
         return self.rollout_func([row["prompt"] for row in inputs], self)
 
@@ -274,7 +274,7 @@ def test_evaluations_have_a_split(served: bool, bus_name: str, daemon: Callable[
 
 
 def sample_rows(bus: str, trainer: _SyncTrainer, *rows: dict[str, Any]) -> list[Any]:
-    """Sample rows of a data set, each as often as TRL does; returns what workers were told."""
+    """Sample rows of a data set as often as TRL does; return the workers' requests."""
     metas: list[Any] = []
     with answers(bus, metas=metas):
         assert trainer.rollout_func is not None
@@ -300,7 +300,7 @@ def test_workers_are_told_the_other_columns_of_each_prompts_own_row(bus: str) ->
     trainer = _SyncTrainer(True)
     trainer.rollout_func = ShmbusRollouts(bus, timeout=20.0, tokenize=False)
     trainer.rollout_func.attach(trainer)
-    # Equal prompts of two rows, and what TRL has written into a row that it gives again.
+    # Equal prompts of two rows, and TRL's additions to a row given again.
     rows: list[dict[str, Any]] = [
         {"prompt": "a", "answer": "4", "levels": np.arange(2), "bus_score": 1.0},
         {"prompt": "a", "answer": "5", "levels": np.arange(3), "split": "hard"},

@@ -1,4 +1,4 @@
-"""A trainer that waits: a timeout bounds the call, nothing held is lost, and it is told why."""
+"""A waiting trainer: a timeout bounds the call, nothing held is lost, the error tells the cause."""
 
 from typing import Any
 
@@ -23,9 +23,9 @@ def test_held_groups_keep_it(bus: Bus, producer: Producer, prefetch: int, timeou
         put(producer, "a")
         put(producer, "b")
         with pytest.raises(TimeoutError):
-            while True:  # the thread may not have taken them by then
+            while True:  # the thread may be late to take them
                 handler.next_batch(timeout)
-        # A prefetching thread that has just taken both may not have counted them.
+        # A prefetching thread with both in hand may count them late.
         wait_until(lambda: "2 of 3 groups are held for the next batch" in said(handler))
         with pytest.raises(TimeoutError, match="2 of 3 groups are held for the next batch"):
             handler.next_batch(timeout)
@@ -76,7 +76,7 @@ def test_a_wait_that_nobody_can_end_is_ended_at_once(bus: Bus, prefetch: int) ->
             assert request is not None
             producer.requests.answer(request, score=1.0, tokens=TOKENS)
         with pytest.raises(TimeoutError, match=r"1 of 2 groups are held .* no prompt is open"):
-            handler.next_batch()  # without any limit
+            handler.next_batch()  # unlimited
         handler.request("r", group_size=1)
         with Producer(bus.name) as producer:
             request = producer.requests.next(timeout=30)
@@ -88,7 +88,7 @@ def test_a_wait_that_nobody_can_end_is_ended_at_once(bus: Bus, prefetch: int) ->
 def test_a_wait_goes_on_while_somebody_may_put(bus: Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
         with pytest.raises(TimeoutError, match=r"no batch within 0\.3 s"):
-            handler.next_batch(0.3)  # it has requested nothing: whoever comes may put
+            handler.next_batch(0.3)  # without requests: any producer may put
         handler.request("q", group_size=1)
         request = producer.requests.next(timeout=30)
         assert request is not None

@@ -11,7 +11,7 @@ from typing import Any
 from conftest import Child, Spawner, wait_until
 from http_answers import Answer, more, read_answer
 
-#: Runs the command without the entry point, which an environment may lack that was made before.
+#: Runs the command without the entry point, missing from older environments.
 RUN = """
 import argparse, sys
 from shmbus.web import command
@@ -78,7 +78,7 @@ class Web:
 
     @property
     def cookie(self) -> str:
-        """What a browser sends once the token was exchanged."""
+        """Return a browser's message after the token's exchange."""
         return f"shmbus-{self.port}={self.token}"
 
     def stop(self) -> str:
@@ -94,7 +94,7 @@ class Web:
             return read_answer(connection, has_body=method != "HEAD")
 
     def request(self, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> bytes:
-        """A request as it goes over the wire, with the cookie unless it says another."""
+        """Return a request on the wire, with the cookie by default."""
         lines = {"Host": f"127.0.0.1:{self.port}", "Cookie": self.cookie}
         if body:
             lines["Content-Length"] = str(len(body))

@@ -30,7 +30,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Open a server's page; nothing may be said on the console, refused, or asked elsewhere."""
+    """Open a server's page; require an empty console, no refusals, and no foreign requests."""
     offences: list[str] = []
     contexts = []
 
@@ -64,15 +64,15 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 
 def picture(page: Page, name: str, *, whole: bool = True) -> None:
-    """Write a picture, where one is wanted: of the whole page, or of what is on the screen."""
+    """Write a picture, if wanted: of the whole page, or of the screen."""
     folder = os.environ.get("SHMBUS_PICTURES")
     if folder:
-        # The names of tests are long, and say nothing.
+        # The names of tests are long and meaningless.
         page.evaluate("document.querySelector('h1').firstChild.nodeValue = 'math-run7'")
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / f"{name}.png"
         page.screenshot(path=path, full_page=whole)
-        # A page has few colours: a palette makes the file a third.
+        # A page has few colours: a palette shrinks the file to a third.
         Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
 
 
@@ -155,7 +155,7 @@ def test_a_click_tells_the_history_of_a_group_to_its_end(
         page.locator(".wall button").click()
         story = page.locator("#history")
         wait_for(page, lambda: "failed at second" in story.inner_text(), "the failure")
-        # The wall's row is of the last poll, and the events are newer.
+        # The wall's row comes from the last poll; the events are newer.
         wait_for(page, lambda: "1 failed attempt" in story.inner_text(), "the row with the failure")
         text = story.inner_text()
         assert "begun" in text and "<b>out of memory</b>" in text
@@ -203,7 +203,7 @@ def test_numbers_are_those_of_the_status(web: Start, bus_name: str, open_page: O
         wait_for(page, lambda: "7 committed" in page.locator("[data-ledger]").inner_text(), "it")
 
 
-#: What a page of a bus with a daemon has, by the names that a screen reader gives.
+#: Parts of a page of a bus with a daemon, by their names for a screen reader.
 PARTS = {
     "flow of trajectories", "groups filling up", "producers", "holders", "what happened",
     "Trajectories a second", "Reward of delivered samples", "Age at delivery",
@@ -244,7 +244,7 @@ def test_every_part_has_a_name_and_is_reached_by_keys(
         page.keyboard.press("Enter")
         wait_for(page, lambda: page.locator("#history").count(), "the history")
         page.wait_for_timeout(2200)
-        # Pictures came meanwhile, and the focus is where it was.
+        # Pictures came meanwhile, and the focus stayed.
         assert page.evaluate("document.activeElement.tagName") == "BUTTON"
         page.keyboard.press("Enter")
         page.wait_for_selector("#history", state="detached")
@@ -268,7 +268,7 @@ def test_a_server_returns(web: Start, bus_name: str, browser: Browser, spawn: Sp
         context.close()
 
 
-#: Becomes another user, once all is imported: this one's libraries may be its own.
+#: Becomes another user after the imports: the libraries may be private.
 AS_NOBODY = """
 import argparse, os, sys
 from shmbus.web import command, server
@@ -279,7 +279,7 @@ os.setuid(65534)
 
 
 def at_peace(page: Page, text: str, what: str) -> None:
-    """Wait until the sentence has a text; the page is whole all along."""
+    """Wait until the sentence has a text; the page stays whole throughout."""
     wait_for(page, lambda: text in page.inner_text("body"), what)
     assert page.locator("h1").count() == 1
 

@@ -92,7 +92,7 @@ def test_a_thousand_connections_are_bounded_and_others_undisturbed(page: Web) ->
             lambda: len(list(fds.iterdir())) < settings.MAX_CONNECTIONS + 60,
             what="connections beyond the limit to be closed",
         )
-        # Those that say nothing make room for who asks.
+        # Silent connections make room for an asking one.
         wait_until(lambda: _answers(page), timeout=settings.IDLE_S + 20, what="an answer")
     finally:
         for each in held:

@@ -1,4 +1,4 @@
-"""What the page is sent of buses at work: live, stuck, daemonless, dead, removed, made again."""
+"""Messages to the page from buses at work: live, stuck, daemonless, dead, removed, made again."""
 
 import contextlib
 import json
@@ -110,7 +110,7 @@ def facts_of_page(shown: Picture) -> Picture:
 
 
 def states_of_a_ledger(name: str, producer: Producer, served: bool) -> Iterator[str]:
-    """Bring a bus from state to state; yields what it is in."""
+    """Bring a bus from state to state; yield the states."""
 
     def put(key: str, *indices: int, size: int = 2, **more: Any) -> None:
         for index in indices:
@@ -172,7 +172,7 @@ def test_in_each_state_of_the_ledger_the_page_says_what_the_status_says(
             asked = time.time()
             for shown in pictures:
                 if shown["now"] < asked:
-                    continue  # it was on its way
+                    continue  # already under way
                 seen = [facts_of_status(to_builtins(read_status(bus_name))), facts_of_page(shown)]
                 if seen[0] == seen[1]:
                     break
@@ -353,7 +353,7 @@ def test_a_full_ring_names_who_holds_it(
     )
     spawn.script(script, bus_name)
     page = web(bus_name)
-    # Until the daemon has read what is in the ring, that is what the space waits for.
+    # Until the daemon reads the ring, the space waits for it.
     holder = re.compile(r"train\.py \(pid \d+\) holds|wait for a trainer")
 
     def says_who(shown: dict[str, Any]) -> bool:
@@ -368,7 +368,7 @@ def test_a_full_ring_names_who_holds_it(
 
 
 def wait_until_polls_end(page: Web) -> None:
-    """The server learns that a browser has left when it next writes to it."""
+    """The server notices a browser's leaving at its next write."""
 
     def reads() -> int:
         fields = Path(f"/proc/{page.child.pid}/io").read_text()
@@ -377,7 +377,7 @@ def wait_until_polls_end(page: Web) -> None:
     def reads_stop() -> bool:
         before = reads()
         time.sleep(1.5)
-        # Whatever a poll reads is many times more.
+        # A poll reads many times more.
         return reads() - before <= 8
 
     wait_until(reads_stop, what="an end of the polls")

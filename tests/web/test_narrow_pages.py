@@ -1,4 +1,4 @@
-"""The page on the narrowest screens, and of a bus that is not there."""
+"""The page on the narrowest screens, and of a missing bus."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def test_groups_of_every_size_fit_on_320_pixels(
     daemon("--capacity", "4MiB", "--sample-retries", "1")
     page = open_page(web(bus_name), width=320)
     with Producer(bus_name, label="rollout") as producer, Consumer(bus_name) as taker:
-        # Two that are incomplete share no beginning that the wall would say once.
+        # Two incomplete groups share no beginning: the wall would print it once.
         for number in range(3):
             for index in range(group_size - (number > 0)):
                 producer.put(
@@ -37,7 +37,7 @@ def test_groups_of_every_size_fit_on_320_pixels(
         wait_for(page, lambda: page.locator(".wall button").count() == 2, "the groups")
         wait_for(page, lambda: page.locator(".cell.f, .cell.a").count(), "the failed sample")
         assert page.evaluate(FITS)
-        # No word of a stage is wider than the stage, whose neighbour or border it would cover.
+        # No word of a stage is wider than the stage: it would cover a neighbour or border.
         assert page.eval_on_selector_all(".flow li", WIDER) == []
         page.locator(".wall button").first.click()
         wait_for(page, lambda: page.locator("#history table").count(), "the history")
@@ -59,7 +59,7 @@ def test_a_bus_that_is_not_there_is_awaited(web: Start, bus_name: str, open_page
 def test_an_unshown_bus_is_told(web: Start, bus_name: str, browser: Browser) -> None:
     with Bus.create(bus_name, "1MiB"), Bus.create(f"{bus_name}-b", "1MiB"):
         server = web(bus_name, f"{bus_name}-b")
-        # Not by open_page: a browser writes on its console that a stream was refused.
+        # Not by open_page: a browser logs a refused stream.
         context = browser.new_context()
         page = context.new_page()
         page.goto(server.address)

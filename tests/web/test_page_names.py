@@ -1,4 +1,4 @@
-"""The page with names and numbers that a browser would read in another way."""
+"""The page with names and numbers open to misreading by a browser."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from shmbus import Bus, Producer
 
 __all__ = ["browser", "open_page"]
 
-#: No number of a browser's is equal to it.
+#: No number of a browser equals it.
 ROUND = 2**62 + 1
 
 
@@ -84,7 +84,7 @@ def test_any_bus_name_is_opened(ending: str, web: Start, bus_name: str, open_pag
 
 
 def test_a_bus_that_comes_while_the_overview_is_open_may_have_any_name(browser: Browser) -> None:
-    """The page applies a change by its keys: one of them is a word of its language."""
+    """The page applies a change by its keys, among them a word of its language."""
     source = (Path(shmbus.web.__file__).parent / "static" / "page.js").read_text()
     merge = re.search(r"function merge.*?\n}", source, re.DOTALL)
     assert merge is not None

@@ -1,4 +1,4 @@
-"""What the page is sent: differences, curves, percentiles. Pure, so nothing runs here."""
+"""Messages to the page: differences, curves, percentiles. Pure, without processes."""
 
 import asyncio
 import random
@@ -76,7 +76,7 @@ def test_what_waits_for_a_page_that_reads_nothing_is_bounded() -> None:
             viewer.offer(bytes(size))
             offered += 1
             assert offered < 1000
-        assert await viewer.next() is None  # and nothing of what waited
+        assert await viewer.next() is None  # and no waiting message
         return (offered - 1) * size
 
     for size in (10, 100_000, settings.MAX_BEHIND_BYTES + 1):

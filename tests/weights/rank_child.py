@@ -21,17 +21,17 @@ from weight_models import bits
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
 VERSIONS = (1, 2, 3)
-#: In the directory, once a test has read what was published.
+#: In the directory, after a test's read of the publication.
 READ = "read"
 
 
 def say(line: str) -> None:
-    """Print a line by one write: ranks share their output, and print writes its end for itself."""
+    """Print a line by a single write: ranks share their output, and print would write twice."""
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def whole_model() -> torch.nn.Sequential:
-    """The same on every rank: sizes that no number of ranks divides."""
+    """The same on every rank: sizes indivisible by any number of ranks."""
     torch.manual_seed(11)
     model = torch.nn.Sequential(
         torch.nn.Linear(13, 30), torch.nn.Linear(30, 7), torch.nn.LayerNorm(7)
@@ -40,7 +40,7 @@ def whole_model() -> torch.nn.Sequential:
 
 
 def own_part(value: torch.Tensor, mesh: DeviceMesh, placed: Placement) -> torch.Tensor:
-    """What this rank has of a tensor that it knows all of."""
+    """Return this rank's part of a wholly known tensor."""
     if not isinstance(placed, Shard):
         return value
     chunks = value.chunk(mesh.size(), placed.dim)
@@ -70,7 +70,7 @@ def sharded(layout: str, world: int, device: str = "cpu") -> torch.nn.Sequential
 
 
 def step(model: torch.nn.Module, version: int) -> None:
-    """What a version's parameters are: known without talking to anybody."""
+    """Set a version's parameters, known without any communication."""
     fresh = whole_model().state_dict()
     with torch.no_grad():
         for name, parameter in model.state_dict(keep_vars=True).items():
@@ -143,7 +143,7 @@ def run_rank(role: str, bus: str, rank: int, world: int, how: list[str], rendezv
 
 
 def fork_rank(*arguments: Any) -> int:
-    """Run one rank in a process of its own, which has torch already; returns its id."""
+    """Run a rank as a fork with torch loaded; return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -155,18 +155,18 @@ def fork_rank(*arguments: Any) -> int:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
-        # Without Python's teardown: a mesh keeps gloo's threads past destroy_process_group, and one
-        # that still has a tensor in hand then aborts the process (pytorch/pytorch#179291).
+        # Without Python's teardown: a mesh keeps gloo's threads past destroy_process_group, and a
+        # thread with a tensor in hand would abort the process (pytorch/pytorch#179291).
         os._exit(status)
 
 
 def main() -> None:
-    """Run the ranks of each task in turn; the exit status says whether all went well."""
+    """Run the ranks of each task in turn; the exit status reports success."""
     directory, *tasks = sys.argv[1:]
     torch.set_num_threads(1)
     if not any("cuda" in task for task in tasks):
-        # Else the first operation on a DTensor imports it, in each rank; CUDA may not live through
-        # the fork of a process that has.
+        # Otherwise each rank's first operation on a DTensor imports it; CUDA may not survive the
+        # fork of a process with the import.
         importlib.import_module("torch._dynamo")
     for number, task in enumerate(tasks):
         role, bus, world, *how = task.split(":")

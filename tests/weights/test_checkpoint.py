@@ -1,4 +1,4 @@
-"""The carrier of files: whole versions under one link, one writer at a time, whatever fails."""
+"""The carrier of files: whole versions under a link, a writer at a time, through any failure."""
 
 import os
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_every_bit_arrives_by_files_and_old_ones_go(tmp_path: Path) -> None:
             reader.wait(newer_than=10, timeout=0.1)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["latest", "version-10-00000004", "version-9-00000003"]
-    plain = load_file(tmp_path / "latest" / "model.safetensors")  # as any engine reads it
+    plain = load_file(tmp_path / "latest" / "model.safetensors")  # like any engine
     assert bits(plain["turned"]) == bits(model.turned)
 
 
@@ -109,7 +109,7 @@ def test_a_directory_has_one_publisher_at_a_time(tmp_path: Path) -> None:
     linked = tmp_path / "linked"
     linked.symlink_to(tmp_path)
     with publisher_of(many(3), tmp_path) as publisher:
-        begun = tmp_path / ".new-0123abcd"  # what it is about to write
+        begun = tmp_path / ".new-0123abcd"  # its unfinished folder
         begun.mkdir()
         with pytest.raises(BusBusyError, match="another publisher writes there"):
             publisher_of(many(3), linked)
@@ -126,7 +126,7 @@ def test_a_dtype_that_files_have_not_is_refused_before_a_version(tmp_path: Path)
     model = torch.nn.Module()
     model.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
     model.register_buffer("plain", torch.zeros(2))
-    model.register_buffer("__metadata__", torch.zeros(2))  # which would leave a file of no reader
+    model.register_buffer("__metadata__", torch.zeros(2))  # its file would be unreadable
     with pytest.raises(ManifestError, match=r"'wide': torch\.complex128") as caught:
         publisher_of(model, tmp_path / "files")
     assert len(caught.value.faults) == 2 and not (tmp_path / "files").exists()
@@ -159,7 +159,7 @@ def test_an_adapter_without_room_is_told(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_adapters_that_share_a_directory_remove_their_own_remains_alone(tmp_path: Path) -> None:
-    begun = tmp_path / ".new-run1-b-0123abcd"  # another trainer is in the middle of it
+    begun = tmp_path / ".new-run1-b-0123abcd"  # another trainer's unfinished folder
     left = tmp_path / ".new-run1-0123abcd"
     for each in (begun, left):
         each.mkdir()

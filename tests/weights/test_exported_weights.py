@@ -37,7 +37,7 @@ to_a_device = pytest.mark.parametrize("carrier", [VMM, IPC, SHM])
 
 
 def place(carrier: str) -> str:
-    """The device of a model whose versions this carrier has."""
+    """Return the device of a model for this carrier's versions."""
     return "cpu" if carrier == "memfd" else DEVICE
 
 
@@ -123,7 +123,7 @@ print("sum", float(replica.weight.detach().double().sum()), flush=True)
 
 @pytest.fixture
 def publishers(bus_name: str) -> Iterator[MakePublisher]:
-    """Make publishers of one bus; nothing of them is left after the test."""
+    """Make publishers of a bus, removed after the test."""
     made: list[WeightPublisher] = []
 
     def make(model: torch.nn.Module, carrier: str = "memfd", **options: object) -> WeightPublisher:
@@ -297,7 +297,7 @@ def test_a_view_keeps_its_slot_until_read(bus_name: str, publishers: MakePublish
         assert not publisher.publish(version=2).skipped
         assert publisher.publish(version=3).skipped
         torch.cuda._sleep(200_000_000)
-        copy = view.clone()  # is begun when the device wakes up
+        copy = view.clone()  # begins at the device's wake
         del view
         assert not publisher.publish(version=4).skipped
         assert torch.equal(copy, before)
@@ -452,7 +452,7 @@ def test_a_model_over_two_devices_arrives(
 def test_small_tensors_of_a_device_go_together_and_large_ones_alone() -> None:
     small, large = torch.zeros(8), torch.zeros(LARGE_BYTES // 4)
     alone, together = split([(small, small), (large, large)])
-    assert (len(alone), together) == (2, [])  # of the CPU nothing is launched
+    assert (len(alone), together) == (2, [])  # the CPU launches nothing
 
 
 def test_a_digest_knows_a_change_and_an_exchange() -> None:

@@ -68,7 +68,7 @@ def test_a_misfit_skips_to_the_newest(carrier: Any, device: str, bus_name: str) 
             change_values(module)
             publisher.publish(next(numbers))
             if version % 2:
-                continue  # each of those that are loaded is in the same slot
+                continue  # the loaded versions share a slot
             with subscriber.latest(timeout=5) as weights:
                 if version:
                     with pytest.raises(ManifestError, match="the model is unchanged"):

@@ -20,7 +20,7 @@ CARRIERS = ["shm", "memfd"]
 
 
 class Trainer:
-    """Publishes a model of which every element is what it was told."""
+    """Publishes a model filled with a given number."""
 
     def __init__(self, bus: str, **options: object) -> None:
         self.model = torch.nn.Linear(8, 8)
@@ -106,7 +106,7 @@ def test_a_waiting_reader_gets_a_new_lifes_first_version(bus_name: str, version:
     got: list[int] = []
     with trainer.publisher, WeightSubscriber(bus_name) as subscriber:
         trainer.publish(9, 1)
-        # It has 9 from elsewhere: this subscriber got nothing yet.
+        # It knows 9 from elsewhere: this subscriber received nothing yet.
         waits = threading.Thread(
             target=lambda: got.append(subscriber.wait(newer_than=9, timeout=30))
         )
@@ -145,7 +145,7 @@ def test_a_number_used_twice_is_the_last_and_unpatched(bus_name: str, spawn: Spa
             for version, value in ((6, 60), (7, 70)):
                 trainer.publish(version, value)
                 if version == 6:
-                    continue  # it had 7 of the life before, and skips this one
+                    continue  # it knew 7 of the previous life, and skips this version
                 with subscriber.at(7) as weights:
                     assert weights["bias"][0] == 70
                     weights.load_into(model)

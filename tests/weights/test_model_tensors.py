@@ -24,7 +24,7 @@ from shmbus.weights import (
 
 
 class Twice(torch.nn.Module):
-    """A tied head, and a layer that is there under two names."""
+    """A tied head, and a layer under two names."""
 
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_what_the_trainer_has_not_tied_keeps_its_own_values(bus_name: str) -> No
 @pytest.mark.parametrize("carrier", ["shm", "memfd"])
 @pytest.mark.parametrize("patches", [False, True])
 def test_one_element_of_any_stride_arrives(bus_name: str, carrier: str, patches: bool) -> None:
-    """Such as a tensor's scale that is a row's end: torch says that it is contiguous."""
+    """For example a tensor's scale at a row's end: contiguous, by torch's word."""
     scales, places = torch.arange(8.0), torch.zeros(8)
     model = torch.nn.Module()
     model.register_buffer("scale", scales[3::2][:1])
@@ -82,7 +82,7 @@ def test_one_element_of_any_stride_is_shared(bus_name: str) -> None:
 
 
 def memory_in_one(kind: str) -> dict[str, torch.Tensor]:
-    """Return destinations of "a" [4, 6] and "b" [4, 6] that lie in one memory somehow."""
+    """Return destinations of "a" [4, 6] and "b" [4, 6] in shared memory of some layout."""
     whole = torch.zeros(8, 12)
     if kind == "one tensor":
         return {"a": whole[:4, :6], "b": whole[:4, :6]}
@@ -151,7 +151,7 @@ WAIT_S = 20.0
 
 
 class Wrapper(torch.Tensor):
-    """Has no memory; another tensor has its elements, as in libraries of quantised weights."""
+    """Has no memory; a second tensor holds its elements, as in libraries of quantised weights."""
 
     inner: torch.Tensor
 
@@ -225,7 +225,7 @@ Q = torch.arange(16.0).reshape(4, 4)
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
-    """Free a tensor's storage and leave its shape, as FSDP does."""
+    """Free a tensor's storage and leave its shape, like FSDP."""
     tensor.untyped_storage().resize_(0)
     return tensor
 

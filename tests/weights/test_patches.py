@@ -127,7 +127,7 @@ def test_every_bit_follows_by_patches(publishers: MakePublisher, mirror: Mirror,
 
 def test_lazy_empty_tensors_follow_by_patches(publishers: MakePublisher, mirror: Mirror) -> None:
     model = torch.nn.Linear(9, 9)
-    # As an empty one of a device, it has no bytes in host memory to compare.
+    # Like an empty tensor of a device: without bytes in host memory to compare.
     empty = torch.conj(torch.empty(0, 3, dtype=torch.complex64))
     model.empty = torch.nn.Parameter(empty, requires_grad=False)
     publisher = publishers(model)
@@ -229,7 +229,7 @@ def scribble(path: Path, lease: VersionLease, rng: random.Random) -> None:
     with contextlib.closing(open_pool(bus, "weights", read_only=True)) as pool:
         slots = pool.file_bytes - pool.max_slots * pool.slot_stride
         end = slots + (lease.buffer.slot + 1) * pool.slot_stride
-        # What is behind the payload, the meta and the digests, a page each; its first bytes.
+        # Behind the payload: the meta and the digests, a page each; its first bytes.
         begin = end - pool.slot_stride + -(-pool.slot_bytes // 4096) * 4096
         begin += -(-pool.meta_bytes // 4096) * 4096 + 4096
     at = begin + rng.randrange(len(found[1]))
@@ -321,7 +321,7 @@ class Whole(torch.nn.Module):
 
 
 class Shards:
-    """A source that has the shards of one dimension, as a tensor-parallel trainer does."""
+    """A source of shards along a dimension, like a tensor-parallel trainer."""
 
     def __init__(self, model: torch.nn.Module, dim: int) -> None:
         self._model, self._dim = model, dim
@@ -392,7 +392,7 @@ def test_a_full_patch_of_a_rank_leaves_the_version_whole(
     how = []
     for version in range(6):
         step(model, made, 0.01)
-        if version == 2:  # all that rank 1 has, and no more
+        if version == 2:  # the whole part of rank 1
             with torch.no_grad():
                 for value in model.parameters():
                     value[-(value.shape[0] // 2) :] += 1

@@ -102,7 +102,7 @@ def test_ranks_of_two_devices_write_into_the_memory_of_rank_0(
 
 @pytest.fixture
 def rank_of(bus_name: str) -> Iterator[Callable[[int, int], WeightPublisher]]:
-    """Make a rank of two in this process; nothing of the weights is left after the test."""
+    """Make a rank of two in this process; the test leaves no weights behind."""
     made: list[WeightPublisher] = []
 
     def make(rank: int, size: int = 30) -> WeightPublisher:
@@ -156,7 +156,7 @@ def test_a_rank_that_outlives_rank_0_writes_into_the_memory_of_its_successor(
 ) -> None:
     leader = spawn.script(RANK, bus_name, 0, 1, 4, 30)
     other = rank_of(1)
-    for version in (1, 2, 3):  # both slots are mapped
+    for version in (1, 2, 3):  # maps both slots
         fill(other, version)
         other.publish(version=version)
     assert is_all(bus_name, 3)
@@ -225,7 +225,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(directory: Path) -> Iterator[Child]:
-    """All ranks, one behind the other: what takes the longest is to import torch for them."""
+    """Run every rank, in succession; importing torch for them takes the longest."""
     tasks = [f"publish:{bus_of(*how)}:{how[1]}:{how[0]}" for how in PUBLISHED]
     tasks += [f"read:{bus_of(*how)}:{world}:{layout}" for how in READ for layout, world in READERS]
     tasks.append(f"publish:{bus_of('memfd', 2)}:{EXPORTED}")

@@ -67,7 +67,7 @@ class Ranks:
 
 
 class Together:
-    """What all ranks publish, from one process."""
+    """Return the publication of every rank, from a single process."""
 
     def __init__(self, sources: Sequence[ShardedSource]) -> None:
         self.sources = sources

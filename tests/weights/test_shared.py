@@ -136,7 +136,7 @@ def test_steps_and_readers_take_turns(bus_name: str, trained: tuple[Tiny, Shared
 
 
 def generate(bus: str, threads: int, seconds: float, result: Any) -> None:
-    """Read in many threads; each pass has to meet one version."""
+    """Read in many threads; each pass has to meet a single version."""
     torch.set_num_threads(1)
     model = Tiny()
     found: list[set[float]] = []
@@ -198,7 +198,7 @@ def test_a_trainer_that_died_in_a_step_leaves_an_error_and_no_mix(bus_name: str)
         with pytest.raises(BusBusyError, match="a living process"):
             share_model(bus_name, Tiny())
     assert "removable" in [each.verdict for each in survey() if each.name == bus_name]
-    # The next trainer goes on with the copy that a server still has, or shares a new one.
+    # The next trainer continues with a server's copy, or shares a new one.
     server, successor = Tiny(), Tiny()
     with (
         attach_model(bus_name, server) as seen,
@@ -349,4 +349,4 @@ def test_a_trainer_killed_while_sharing_leaves_all_or_nothing(bus_name: str, see
                 assert version == 1
                 assert all(bool((part == 1).all()) for part in model)
         assert all(each.verdict == "removable" for each in survey() if each.name == bus_name)
-        share_model(bus_name, torch.nn.Linear(2, 2), version=0).close()  # over what was left
+        share_model(bus_name, torch.nn.Linear(2, 2), version=0).close()  # over the remains

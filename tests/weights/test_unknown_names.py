@@ -1,4 +1,4 @@
-"""A tensor that is asked for by a name that is nearly right: the error says which are there."""
+"""A tensor under a slightly wrong name: the error lists the existing names."""
 
 import pickle
 from collections.abc import Iterator

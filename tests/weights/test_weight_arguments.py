@@ -29,7 +29,7 @@ NO_TENSOR = torch.ones(1, device="meta")
 
 
 def publisher(**options: Any) -> Callable[[Any], object]:
-    """Make a publisher of another bus with these options."""
+    """Make a publisher of a second bus with these options."""
     source = options.pop("source", None)
 
     def make(given: Any) -> object:
@@ -116,7 +116,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
 
 @pytest.fixture
 def given(bus_name: str, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """All that can be asked, over weights of version 7 and a model that is shared."""
+    """Every possible question, over weights of version 7 and a shared model."""
     with (
         WeightPublisher(bus_name, ModuleSource(many(2))) as publisher,
         WeightSubscriber(bus_name) as reader,

@@ -1,4 +1,4 @@
-"""Weights and forks: a child holds nothing, ends nothing, and says that it was forked."""
+"""Weights and forks: a child holds nothing, ends nothing, and reports the fork."""
 
 import os
 import signal
@@ -19,12 +19,12 @@ from shmbus.weights import (
     share_model,
 )
 
-#: Seconds after which a child that waits for what its parent's threads had ends.
+#: Seconds before the end of a child that waits for its parent's threads.
 CHILD_S = 30
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Do something in a forked child; return how that ended: 0 where it did not raise."""
+    """Do a task in a forked child; return its end: 0 without an exception."""
     pid = os.fork()
     if not pid:
         status = 1
@@ -66,7 +66,7 @@ def test_a_child_does_not_wait_for_its_parents_publication(bus_name: str) -> Non
             refused(lambda: publisher.publish(version=2))
             publisher.close()
 
-        with publisher._lock:  # as another thread has it, in the middle of a version
+        with publisher._lock:  # as held by a thread in the middle of a version
             assert in_child(work) == 0
 
 
@@ -117,7 +117,7 @@ def test_a_child_that_closes_shared_weights_ends_nothing(bus_name: str) -> None:
 
 
 def test_the_child_of_a_dead_process_holds_no_step_up_and_is_no_trainer(bus_name: str) -> None:
-    """Such as a loader's worker, which outlives the process that forked it."""
+    """For example a loader's worker, outliving its forking process."""
     ours, theirs = os.pipe()
     trainer = os.fork()
     if not trainer:

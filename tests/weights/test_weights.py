@@ -282,7 +282,7 @@ def test_a_subscriber_outlives_its_publisher(bus_name: str, publishers: MakePubl
         first = publishers(many(2))
         first.publish(version=1)
         thread.join()
-        first.close()  # its weights go with it
+        first.close()  # removes its weights
         second = publishers(many(3))
         second.publish(version=2)
         assert early.wait(newer_than=1, timeout=20) == 2

@@ -73,7 +73,7 @@ def step(model: torch.nn.Module, made: torch.Generator, share: float) -> None:
 
 
 class Unwritable(torch.Tensor):
-    """One whose copies fail, as those to a device do that has no memory left."""
+    """A carrier with failing copies, as on a device without memory."""
 
     @classmethod
     def __torch_function__(

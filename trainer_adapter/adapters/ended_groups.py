@@ -16,7 +16,7 @@ import shmbus
 
 #: Instance id and round.
 Key = tuple[str, int | None]
-#: Seconds after a drop in which a request may still be on its way to its end.
+#: Seconds after a drop for a request's way to its end.
 _SETTLE_S: Final = 10.0
 
 
@@ -26,7 +26,7 @@ def still_leased(groups: Iterable[shmbus.Group]) -> list[shmbus.Group]:
 
 
 class EndedGroups:
-    """Finds awaited groups that will not come."""
+    """Finds awaited groups without a future."""
 
     def __init__(self, consumer: shmbus.Consumer) -> None:
         self._consumer: Final = consumer
@@ -59,7 +59,7 @@ class EndedGroups:
             )
 
     def why(self) -> str:
-        """Describe the drops since this object was made."""
+        """Describe the drops during the life of this object."""
         counts = {
             reason: count - self._before.get(reason, 0)
             for reason, count in self._consumer.stats().dropped.items()

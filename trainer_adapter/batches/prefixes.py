@@ -27,7 +27,7 @@ class PrefixError(SampleError):
 
 
 def prefix_batch(batch: Batch, plan: PackPlan, names: FieldNames) -> Batch:
-    """Return a packed batch with its prefix tree, on the host."""
+    """Return a packed batch on the host with its prefix tree."""
     tokens, borders = batch.tokens.numpy(), batch.cu_seqlens.numpy()
     views = [tokens[a:b] for a, b in itertools.pairwise(borders)]
     trajectories = plan.trajectories
@@ -45,7 +45,7 @@ def _check_prompts(
     trajectories: list[shmbus.Trajectory],
     names: FieldNames,
 ) -> None:
-    """Raise PrefixError for a sample with a different prompt (masked tokens at its beginning)."""
+    """Raise PrefixError for a sample with an unequal prompt (masked tokens at the start)."""
     mask, borders = batch.loss_mask.numpy(), batch.cu_seqlens.tolist()
     sample_of = batch.sample_of.tolist()
     last = 0
@@ -114,7 +114,7 @@ def _error(
 
 
 def _inputs(batch: Batch) -> NDArray[np.int64] | None:
-    """Tell sequences apart by their "ragged" fields, like images; None without such fields."""
+    """Distinguish sequences by "ragged" fields, like images; None without such fields."""
     ragged = [name for name, kind in batch.extra_kinds.items() if kind == "ragged"]
     if not ragged:
         return None

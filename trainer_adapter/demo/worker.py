@@ -33,7 +33,7 @@ from trainer_adapter.demo.task import SortTask, reward
 
 #: Seconds of a worker's wait for a prompt, before a look for the trainer.
 REQUEST_WAIT_S: Final = 0.5
-#: Share of the samples at hand with a finish one round later.
+#: Share of the samples at hand that finish a round later.
 KEPT_BACK_SHARE: Final = 0.3
 #: Seconds of a put's wait for space.
 PUT_TIMEOUT_S: Final = 30.0
@@ -41,8 +41,8 @@ PUT_TIMEOUT_S: Final = 30.0
 SAMPLES_AT_ONCE: Final = 48
 #: Sets of weights kept while workers are stopped, each of some hundred kilobytes.
 MAX_WEIGHT_SETS: Final = 8
-#: Mean seconds between two kills in chaos mode: drawn between half and one and a half times this
-#: value. And unplanned deaths of one worker in a row before the demo gives up.
+#: Mean seconds between two kills in chaos mode, drawn from half to one and a half times the value;
+#: unplanned deaths of a worker in a row before the demo gives up.
 CHAOS_PERIOD_S: Final = 3.0
 MAX_UNEXPECTED_DEATHS: Final = 5
 
@@ -50,7 +50,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class WeightsChannel:
-    """The way back, through a slot pool: one trainer publishes weights, every worker reads."""
+    """The way back, through a slot pool: the trainer publishes weights, every worker reads."""
 
     def __init__(self, bus: str, size: int, *, create: bool = False) -> None:
         self._bytes = 4 * size
@@ -63,7 +63,7 @@ class WeightsChannel:
             self._end = PoolReader(bus, "weights", label="demo worker")
 
     def publish(self, weights: FloatArray, version: int) -> None:
-        """Write one set; the previous set stays readable until the next."""
+        """Write a set; the previous set stays readable until the next."""
         with self._end.begin(version, self._bytes) as write:
             np.copyto(write.view().view(np.float32), weights)
 

@@ -20,7 +20,7 @@ STAGING_BYTES: Final = 1 << 16
 
 
 class PinnedMemory(BatchMemory):
-    """Pinned batch memory: the device reads it without the driver's staging."""
+    """Pinned batch memory, read by the device without the driver's staging."""
 
     def fresh(self, size: int) -> NDArray[np.uint8]:
         """Return a new pinned block."""
@@ -66,7 +66,7 @@ class Staging:
 
 
 class RegisteredRing:
-    """A ring that CUDA reads, until `close` or the last reference to this."""
+    """A ring registered with CUDA, until `close` or the last reference to this."""
 
     _registration: Registration | None = None
 

@@ -1,22 +1,22 @@
 """From the ring to a packed batch on a GPU, by this machine's fastest supported transport.
 
-- ``gather``: the ring is registered with CUDA once, and one kernel reads the records over PCIe,
-  straight into the packed batch on the device. The CPU makes a table of some 90 bytes a sequence,
-  and 64 more for each further 2,048 tokens of it. A second kernel copies extra fields, with a
-  launch for each.
-- ``pinned``: packed by the CPU into pinned memory, and copied from there without waiting. Also used
-  for batches of shared prefixes and of sampling masks, checked on the host.
-- ``copy``: packed by the CPU, and copied as pageable memory. Beside ``gather``, also used for
-  batches with samples of several rows: the kernel packs a record as one sequence.
+- ``gather``: the ring is registered with CUDA once, and a kernel reads the records over PCIe,
+  straight into the packed batch on the device. The CPU makes a table of about 90 bytes a sequence,
+  plus 64 for each 2,048 tokens beyond the first. A second kernel copies extra fields, a launch a
+  field.
+- ``pinned``: the CPU packs into pinned memory, and copies from there without waiting. Also for
+  batches of shared prefixes and of sampling masks, checked on the host.
+- ``copy``: the CPU packs, and copies pageable memory. Beside ``gather``, also for batches with
+  samples of several rows: the kernel packs a record as a single sequence.
 
 Invariants:
 
-- A batch returned by `pack` or `Pending.finish` lies on the device and may be acknowledged: nothing
-  reads the ring for the batch any more. The waiting thread sleeps.
+- A batch returned by `pack` or `Pending.finish` lies on the device and may be acknowledged: the
+  batch needs no more reads of the ring. The waiting thread sleeps.
 - Packing runs on a separate stream, and does not wait for training on the remaining streams.
 - One thread at a time makes batches; a second thread gets an error.
 - The ring is unregistered before its mapping goes away, in either order of the packer's and the
-  Consumer's end; groups of another Consumer are read from its own ring.
+  Consumer's end; groups of a second Consumer are read from its own ring.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ray.util.queue.Queue`: an actor that Ray starts again, with retried calls."""
+"""`ray.util.queue.Queue`: an actor, restarted by Ray, with retried calls."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ ABOUT: Final = About(
     "promises no content after the actor's death",
 )  # fmt: skip
 ACTOR: Final = "goodput-queue"
-#: Seconds that a killed actor is away, while its calls fail.
+#: Seconds of a killed actor's absence; its calls fail meanwhile.
 RETRY_S: Final = 0.1
 
 

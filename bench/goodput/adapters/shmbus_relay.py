@@ -1,4 +1,4 @@
-"""shmbus between two Ray nodes of this machine: workers on one, the trainer on the other."""
+"""shmbus between two Ray nodes of this machine: the workers' node and the trainer's."""
 
 import contextlib
 import os

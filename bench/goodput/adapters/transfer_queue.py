@@ -98,7 +98,7 @@ class _End(End):
         return []
 
     def state(self) -> Any:
-        """Return the keys that are trained and not yet cleared."""
+        """Return the trained keys before their removal."""
         return self._taken
 
     def saved(self) -> None:
@@ -110,7 +110,7 @@ class _End(End):
 
 @contextlib.contextmanager
 def train(address: Any, stub: Stub, state: Any) -> Iterator[_End]:
-    """Attach, and clear what the checkpoint has trained."""
+    """Attach, and clear the keys of the checkpoint."""
     queue = _attach(address)
     trained: set[str] = state or set()
     if left := trained & set(queue.kv_list(PARTITION).get(PARTITION, {})):

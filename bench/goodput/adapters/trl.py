@@ -38,7 +38,7 @@ WORDS: Final = ["<pad>", "</s>", "w2", "w3"]
 
 @contextlib.contextmanager
 def link(scenario: Scenario, root: Path) -> Iterator[Link]:
-    """Make nothing: TRL's trainer has its worker and its queue."""
+    """Make nothing: TRL's trainer brings worker and queue."""
 
     def kill_rollouts(trainer: int) -> None:
         for pid in descendants(trainer):
@@ -63,7 +63,7 @@ class Reward:
         return {"_arguments": self._arguments}
 
     def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Score by place, and write the answers down as handed over."""
+        """Score by place, and record the answers as handed over."""
         self._stub.handed(*map(np.array, completion_ids))
         return [float(place) for place in range(len(completion_ids))]
 

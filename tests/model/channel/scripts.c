@@ -1,8 +1,8 @@
-/* What senders and receivers do, what must hold, and the scenarios.
+/* Scripts of senders and receivers, promises, and the scenarios.
  *
- * Compiled with the hooks, as the channel's own files are. A step's payload is two words, step * 2
- * and that + 1; its meta one letter. Whoever receives a step finds these as long as it has not
- * acknowledged it, or the explorer has found a torn one. */
+ * Compiled with the hooks, like the channel's own files. A step's payload is two words, step * 2
+ * and step * 2 + 1; its meta a letter. A receiver finds these values until its acknowledgement;
+ * otherwise the explorer found a torn step. */
 #include "companion.h"
 
 #include <stdio.h>
@@ -10,11 +10,11 @@
 #include "channel/channel.h"
 
 #define NS INT64_C(1000000)
-/* Waits in vain before a deadline has passed. */
+/* Vain waits before a deadline passes. */
 #define PATIENCE 3u
 #define STEP_BYTES 16u
 #define SLOT_BYTES 128u
-/* Of a sender that resumes: what a checkpoint named. */
+/* Of a resuming sender: the checkpoint's step. */
 #define RESUMED_AT 10
 
 static struct channel template;
@@ -37,7 +37,7 @@ unsigned scripts_lock_place(int64_t byte) {
     return place >= 0 && place < CHANNEL_SIDES ? (unsigned)place : LOCKS;
 }
 
-/* Slots have memory from the beginning; that they get it is a step all the same. */
+/* Slots have memory from the beginning; giving memory counts as a step all the same. */
 enum shared_status channel_give_memory(const struct channel *self, uint32_t slot, uint64_t from,
                                         uint64_t bytes) {
     (void)self, (void)slot, (void)from, (void)bytes;
@@ -52,7 +52,7 @@ static bool lives(int process) {
     return state == P_READY || state == P_BLOCKED;
 }
 
-/* Whether it is that side now; another one may be it for too long. */
+/* Whether it became the side; a rival may hold the place for too long. */
 static bool become(enum channel_side_name side) {
     unsigned vain = 0;
     ghost()->role[running] = (uint8_t)(side + 1);
@@ -75,7 +75,7 @@ static void leave(void) {
     sides_leave(mine(), "r");
 }
 
-/* A side is told dead only where one that was it has died. */
+/* A side is reported dead only after a death of its holder. */
 static void look_at(enum channel_side_name side) {
     if (sides_life(mine(), side) != CHANNEL_DEAD) {
         return;
@@ -95,7 +95,7 @@ static void count(struct channel_counts *counts) {
     }
 }
 
-/* Whether time is left after a wait for the other side. */
+/* Whether time remains after a wait for the other side. */
 static bool wait_for(enum channel_side_name side, uint32_t ticket, unsigned *vain) {
     look_at(side);
     *vain += bell_wait(channel_bell(mine()->header, side), ticket, NS) == BELL_TIMEOUT;
@@ -310,7 +310,7 @@ void scripts_prepare(const struct scenario *scenario) {
     }
 }
 
-/* A receiver is owed a message, or a statement; a sender a slot that is free. */
+/* A receiver is owed a message, or a statement; a sender a free slot. */
 bool scripts_is_owed(int process) {
     const struct process *p = &world.processes[process];
     const struct channel_header *header = template.header;
@@ -320,7 +320,7 @@ bool scripts_is_owed(int process) {
     return header->sent - header->acked < template.slots;
 }
 
-/* Everybody has ended: what is on its way is whole, and a successor gets it, each step once. */
+/* After everybody's end: steps under way are whole, and a successor gets each of them once. */
 void scripts_audit(void) {
     struct channel successor = template;
     successor.side = CHANNEL_RECEIVER;

@@ -11,12 +11,12 @@ enum { MAX_STEPS = 16 };
 
 typedef struct channel subject;
 
-/* What the scripts know of each other, to check each other by. */
+/* Mutual knowledge of the scripts, for checks. */
 struct ghost {
     uint8_t role[4];             /* of each process: side + 1 */
     uint8_t holder[2];           /* of each side: process + 1, from its claim to its leaving */
-    uint8_t checked[MAX_STEPS];  /* steps that a receiver has found whole */
-    uint8_t acked[MAX_STEPS];    /* steps whose receiver has returned from acknowledging */
+    uint8_t checked[MAX_STEPS];  /* steps found whole by a receiver */
+    uint8_t acked[MAX_STEPS];    /* steps with a returned acknowledgement */
 };
 
 #endif

@@ -1,13 +1,13 @@
-/* The explorer of what goes beside a bus, its subject: what its parts tell each other.
+/* The explorer of companions of a bus, and of a subject: interfaces of the parts.
  *
  * engine.c   processes as coroutines, choices, snapshots, the search
  * memory.c   loads, stores, futexes and file locks, routed here by tests/model/hooks.h
- * scripts.c  of the subject: what its processes do, what must hold, and the scenarios
- * subject.h  of the subject: what a process has of it (`subject`), what the scripts know of each
- *            other (`struct ghost`)
+ * scripts.c  of the subject: steps of its processes, promises, and the scenarios
+ * subject.h  of the subject: a process's part (`subject`), and the scripts' mutual knowledge
+ *            (`struct ghost`)
  *
- * Invariant: all state of a run is in `world` and in the stacks; a snapshot of those, put back at
- * the same addresses, is the run as it was. */
+ * Invariant: `world` and the stacks hold the whole state of a run; a snapshot of them, put back at
+ * the same addresses, restores the run. */
 #ifndef SHMBUS_MODEL_COMPANION_H
 #define SHMBUS_MODEL_COMPANION_H
 
@@ -22,7 +22,7 @@ enum {
     STACK_BYTES = 32 << 10,
     MEMORY_BYTES = 8 << 10,
     LOCKS = 32,
-    DELAYED = 4, /* stores of a process that may be late at a time */
+    DELAYED = 4, /* simultaneously late stores of a process */
 };
 
 enum state { P_UNUSED = 0, P_READY, P_BLOCKED, P_DONE, P_DEAD };
@@ -36,12 +36,12 @@ struct late_store {
 struct process {
     jmp_buf at;
     uint8_t *lowest; /* of its stack, in use */
-    uint64_t history; /* of all that it has observed */
+    uint64_t history; /* of every observation */
     enum state state;
     enum variant variant;
     const char *where;
     bool started, is_store;
-    uint32_t futex; /* that it sleeps on, or NOWHERE */
+    uint32_t futex; /* of its sleep, or NOWHERE */
     int wait_result;
     uint32_t late_count;
     struct late_store late[DELAYED];
@@ -73,7 +73,7 @@ struct scenario {
     uint8_t mortal; /* by bit */
 };
 
-/* A process of a scenario that is one call. */
+/* A process of a scenario with a single call. */
 #define ROLE(name, call)                                                                         \
     static void name(void) {                                                                     \
         call;                                                                                    \
@@ -87,14 +87,14 @@ extern struct bounds bounds;
 
 /* engine.c */
 void engine_yield(const char *where, bool is_store);
-void engine_pause(void); /* until nobody else can do anything */
+void engine_pause(void); /* until everybody else waits */
 void engine_observe(uint64_t value);
 _Noreturn void engine_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
-bool engine_search(const struct scenario *scenario); /* false when it ended at a bound */
+bool engine_search(const struct scenario *scenario); /* false at a bound */
 extern uint64_t states_seen, runs_ended;
 
 /* memory.c */
-void memory_drain(int process); /* all that it stored arrives */
+void memory_drain(int process); /* its stores arrive */
 void memory_release_locks(int process);
 uint64_t memory_hash(void);
 
@@ -102,7 +102,7 @@ uint64_t memory_hash(void);
 unsigned scripts_lock_place(int64_t byte); /* LOCKS or more for none */
 extern const struct scenario scenarios[];
 void scripts_prepare(const struct scenario *scenario);
-bool scripts_is_owed(int process); /* whether there is work for a process that sleeps */
-void scripts_audit(void);          /* when all have ended */
+bool scripts_is_owed(int process); /* whether work waits for a sleeping process */
+void scripts_audit(void);          /* after everybody's end */
 
 #endif

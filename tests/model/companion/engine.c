@@ -1,10 +1,10 @@
-/* Processes as coroutines, and a search over all that may happen next.
+/* Processes as coroutines, and a search over every possible continuation.
  *
  * A process runs up to its next shared step and stops in front of it. The search tries each
- * process's next step, late stores, and each death, depth first; a state that was met before is not
- * entered again. What a process knows is told by the history of what it has observed.
+ * process's next step, late stores, and each death, depth first, and skips known states. The
+ * history of observations stands for a process's knowledge.
  *
- * Invariant: when visit() returns, the world is what it was when it was called. */
+ * Invariant: visit() returns with the world as at its call. */
 #include "companion.h"
 
 #include <limits.h>
@@ -15,7 +15,7 @@
 
 enum {
     MAX_DEPTH = 4000,
-    MAX_TIMEOUTS = 30, /* of one run: more are no progress */
+    MAX_TIMEOUTS = 30, /* of a run: more are no progress */
     TABLE_BITS = 24,
     TRACE_LINES = 70,
 };
@@ -71,7 +71,7 @@ static void resume(int process) {
     if (world.processes[process].state == P_DONE) {
         memory_release_locks(process);
     }
-    /* A step is part of what it knows: the same values may have been seen elsewhere. */
+    /* A step is a part of the knowledge: the same values may appear elsewhere. */
     for (const char *at = world.processes[process].where; at != NULL && *at != '\0'; at++) {
         engine_observe((uint64_t)*at);
     }
@@ -153,7 +153,7 @@ static void apply(const struct choice *choice) {
     struct process *p = &world.processes[choice->process];
     path[depth] = *choice;
     if (choice->variant == V_KILL) {
-        /* What it has executed arrives; then the kernel drops its locks. */
+        /* Its executed stores arrive; then the kernel drops its locks. */
         memory_drain(choice->process);
         memory_release_locks(choice->process);
         p->state = P_DEAD;
@@ -161,7 +161,7 @@ static void apply(const struct choice *choice) {
         return;
     }
     if (choice->variant == V_TIMEOUT) {
-        /* All sleep: whoever of them is owed something was not woken. */
+        /* Everybody sleeps: an owed sleeper was not woken. */
         for (int i = 0; i < PROCESSES && control->deaths == 0; i++) {
             const struct process *asleep = &world.processes[i];
             if (asleep->state == P_BLOCKED && asleep->futex != NOWHERE && scripts_is_owed(i)) {
@@ -187,7 +187,7 @@ static void apply(const struct choice *choice) {
     resume(choice->process);
 }
 
-/* Not part of visit(), whose frames are as many as a run has steps. */
+/* Outside of visit(), with as many frames as a run's steps. */
 __attribute__((noinline)) static void audit(void) {
     struct world before = world;
     for (unsigned i = 0; i < LOCKS; i++) {

@@ -63,7 +63,7 @@ int main(int argc, char **argv) {
             continue;
         }
         any = true;
-        /* A process each, since a violation ends it. */
+        /* A process each: a violation ends its process. */
         pid_t child = fork();
         if (child == 0) {
             explore(s);

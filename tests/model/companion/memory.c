@@ -1,8 +1,8 @@
-/* Loads, stores, futexes and locks of the subject, as the explorer has them.
+/* The explorer's loads, stores, futexes and locks of the subject.
  *
- * Stores arrive in the order of their process; one that is not sequentially consistent may be late,
- * until its process makes a stronger step. So less is allowed than by C11, and what is found is
- * real. Futexes and locks order everything, as the kernel's do. */
+ * Stores arrive in the order of their process; a store short of sequential consistency may be late,
+ * until its process makes a stronger step. The model allows less than C11, so findings are real.
+ * Futexes and locks order everything, like the kernel's. */
 #include "companion.h"
 
 #include <errno.h>

@@ -1,8 +1,8 @@
-/* What publishers, ranks and readers do, what must hold, and the scenarios.
+/* Scripts of publishers, ranks and readers, promises, and the scenarios.
  *
- * Compiled with the hooks, as the pool's own files are. A version's payload is two words, sequence
- * * 2 and that + 1; with two ranks each writes one. Whoever leases a version finds these, twice, or
- * the explorer has found a torn one. */
+ * Compiled with the hooks, like the pool's own files. A version's payload is two words, sequence
+ * * 2 and sequence * 2 + 1; of two ranks each writes a word. A lease finds these values, twice;
+ * otherwise the explorer found a torn version. */
 #include "companion.h"
 
 #include <stdio.h>
@@ -10,7 +10,7 @@
 #include "pool/pool.h"
 
 #define NS INT64_C(1000000)
-/* Waits in vain before a deadline has passed. */
+/* Vain waits before a deadline passes. */
 #define PATIENCE 3u
 
 static struct pool template;
@@ -34,7 +34,7 @@ static void check_payload(const struct slot_row *row, uint32_t slot) {
     }
 }
 
-/* layout.h has computed with 64 ranks before small_subject.h made them two. */
+/* layout.h computed with 64 ranks before small_subject.h made them two. */
 unsigned scripts_lock_place(int64_t byte) {
     int64_t at = byte - POOL_LOCK_BASE, piece = at - 1024;
     int64_t place = at < 64     ? at
@@ -67,7 +67,7 @@ static uint32_t begin(uint32_t ranks, uint64_t *sequence) {
     return NOWHERE;
 }
 
-/* Whether the other rank's piece is there; false where it never will be. */
+/* Whether the second rank's piece exists; false if it never will. */
 static bool await_piece(uint64_t sequence) {
     for (unsigned vain = 0; vain < PATIENCE;) {
         uint32_t ticket = bell_announce(pool_bell(mine(), POOL_BELL_RANKS));
@@ -162,7 +162,7 @@ static void read_versions(unsigned reads) {
         }
         if (status != SHARED_OK) {
             if (bell_wait(pool_bell(mine(), POOL_BELL_VERSION), ticket, NS) == BELL_TIMEOUT) {
-                i++; /* nobody may be left who publishes */
+                i++; /* the last publisher may be gone */
             }
             continue;
         }
@@ -236,8 +236,8 @@ void scripts_prepare(const struct scenario *scenario) {
     }
 }
 
-/* A reader is owed a version that it has not seen, a publisher a slot that nobody holds or a piece
- * that is done, a rank a version that it has not written. */
+/* A reader is owed an unseen version, a publisher a free slot or a finished piece, a rank an
+ * unwritten version. */
 bool scripts_is_owed(int process) {
     const struct process *p = &world.processes[process];
     uint64_t latest = template.header->latest >> 8;
@@ -256,7 +256,7 @@ bool scripts_is_owed(int process) {
     return wants_space && !readers_hold && template.max_slots > 1;
 }
 
-/* Everybody has ended: what is newest is whole, and a successor can publish. */
+/* After everybody's end: the newest version is whole, and a successor can publish. */
 void scripts_audit(void) {
     uint64_t latest = template.header->latest;
     uint32_t slot = pool_word_slot(latest);

@@ -12,11 +12,11 @@ enum { MAX_VERSIONS = 32 };
 
 typedef struct pool subject;
 
-/* What the scripts know of each other, to check each other by. */
+/* Mutual knowledge of the scripts, for checks. */
 struct ghost {
     uint64_t finished; /* the newest sequence whose publisher has returned */
-    uint8_t gone[MAX_VERSIONS]; /* sequences that a rank was told were given up */
-    uint8_t whole[MAX_VERSIONS]; /* sequences of which nothing is written any more */
+    uint8_t gone[MAX_VERSIONS]; /* sequences reported to a rank as given up */
+    uint8_t whole[MAX_VERSIONS]; /* sequences without further writes */
 };
 
 #endif

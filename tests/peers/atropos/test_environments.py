@@ -114,7 +114,7 @@ def check(batches: list[Any]) -> set[tuple[int, ...]]:
     return {tuple(len(group["tokens"]) for group in batch) for batch in batches}
 
 
-#: What batches of 8 can be made of: packs are as large as the largest group that waits.
+#: Possible parts of batches of 8: packs are as large as the largest waiting group.
 PATTERNS = {(4, 4), (2, 2, 2, 2), (4, 2, 2), (2, 2, 4)}
 
 
@@ -158,7 +158,7 @@ def test_batches_bypass_http(place_of: Callable[[bool], Place], tokenizer: str) 
         assert check(batches) <= PATTERNS
         trainer.ack()
         assert trainer._consumer.stats().balanced
-        # Its only throttle is what the gateway says of the queue: it stops before the bus is full.
+        # Throttled by the gateway's queue alone: it stops before a full bus.
         size = f"{place.url}/status-env"
         wait_until(lambda: settled(trainer), 60.0, "environments that wait for the trainer")
         told = requests.get(size, json={"env_id": 0}, timeout=5).json()["queue_size"]

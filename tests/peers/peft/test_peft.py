@@ -47,7 +47,7 @@ def base(*, tied: bool = False) -> LlamaForCausalLM:
 
 
 def trained(kind: str, *, adapter: str = "default", tied: bool = False) -> PeftModel:
-    """A model whose adapter has been trained for a step, as far as its outputs tell."""
+    """A model with an adapter trained for a step, to judge by its outputs."""
     config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **KINDS[kind])
     model = get_peft_model(base(tied=tied), config, adapter_name=adapter)
     train(model)
@@ -136,7 +136,7 @@ def test_the_files_are_those_of_save_pretrained(folder: Path, tmp_path: Path) ->
     assert bits_of(ours) == bits_of(theirs)
     read = LoraConfig.from_pretrained(made.path)
     wanted = LoraConfig.from_pretrained(tmp_path)
-    wanted.inference_mode = read.inference_mode  # save_pretrained says that it is for inference
+    wanted.inference_mode = read.inference_mode  # save_pretrained marks it for inference
     assert read == wanted
 
 

@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def start_node(address: str, name: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start a raylet in namespaces of its own: no process there sees a segment of another node."""
+    """Start a raylet in separate namespaces: its processes see no segment of a second node."""
     ray_program = str(Path(sys.executable).with_name("ray"))
     inner = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
     with log.open("ab") as out:
@@ -48,7 +48,7 @@ def start_node(address: str, name: str, log: Path) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def two_nodes(directory: Path) -> Iterator[str]:
-    """A cluster of a head, and of two nodes that share nothing but a network; its address."""
+    """Run a cluster of a head and two nodes joined only by a network; yield the address."""
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
@@ -56,7 +56,7 @@ def two_nodes(directory: Path) -> Iterator[str]:
     nodes = []
     try:
         ray.init(address=made.address, namespace="shmbus", log_to_driver=False)
-        # One behind the other: they look for free names in one directory of sockets.
+        # In sequence: both look for free names in the same directory of sockets.
         for name in ("rollout", "trainer"):
             log = directory / f"{name}.log"
             nodes.append(start_node(made.address, name, log))
@@ -68,7 +68,7 @@ def two_nodes(directory: Path) -> Iterator[str]:
     finally:
         ray.shutdown()
         for node in nodes:
-            node.kill()  # and all that is in its namespaces
+            node.kill()  # with every process in its namespaces
             node.wait()
         made.shutdown()
 

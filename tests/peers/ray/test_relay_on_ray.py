@@ -25,7 +25,7 @@ import shmbus
 import shmbus.relay
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, read_pool, unlink_pool
 
-# Ray reads these when it is imported, and its processes inherit them.
+# Read by Ray during its import, and inherited by its processes.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 ray = pytest.importorskip("ray")

@@ -12,7 +12,7 @@ import shmbus
 
 
 class Answer(NamedTuple):
-    """One answer of the engine, and its place among all: its call's end, and its index there."""
+    """An answer of the engine, with its call's end and its index there."""
 
     number: tuple[int, int]
     prompt: tuple[int, ...]

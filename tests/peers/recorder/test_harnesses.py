@@ -1,4 +1,4 @@
-"""Real agent harnesses, unmodified, by base URL and key: what they sampled is what is trained."""
+"""Real agent harnesses, unmodified, by base URL and key: sampled tokens equal trained tokens."""
 
 import random
 from pathlib import Path
@@ -14,7 +14,7 @@ pytest_plugins = ["agent_fixtures"]
 
 
 def smolagents_agent(session: shmbus.Session, rng: random.Random) -> None:
-    """A ToolCallingAgent; the model is a random one, so that most of its calls are no calls."""
+    """A ToolCallingAgent; by a random model, so most of its calls are broken."""
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
     @tool
@@ -58,7 +58,7 @@ def agents_sdk_agent(session: shmbus.Session, rng: random.Random) -> None:
     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
     model = agents.OpenAIResponsesModel("m", client)
     agents.set_tracing_disabled(True)
-    # It takes no answer that was cut; a random model ends at one of these.
+    # The harness refuses cut answers; a random model ends at one of these.
     ends = {"stop": ["a", "e", "1", "7"], "include_stop_str_in_output": True}
     body = {"chat_template_kwargs": {"enable_thinking": False}, **ends}
     settings = agents.ModelSettings(max_tokens=2000, extra_body=body)

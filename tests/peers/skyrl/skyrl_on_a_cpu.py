@@ -31,7 +31,7 @@ def _stand_in() -> None:
 
 @contextmanager
 def _without_flash_attn() -> Iterator[None]:
-    """While SkyRL is imported: transformers would take it for an installed package."""
+    """During SkyRL's import: transformers would see an installed package."""
 
     def padding(*_: Any, **__: Any) -> None:
         raise NotImplementedError("flash_attn is not there: set trainer.flash_attn=false")
@@ -52,7 +52,7 @@ with _without_flash_attn():
 
 
 class Policy(FSDPPolicyWorkerBase):  # type: ignore[misc]
-    """SkyRL's worker; its process group is there before it asks for one of a GPU."""
+    """SkyRL's worker, with a process group before its request for a GPU's."""
 
     def init_worker_process_group(self) -> None:
         torch.set_num_threads(1)

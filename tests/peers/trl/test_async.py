@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer itself, fed from a bus: its own rows, its own protocol, nothing stale."""
+"""TRL's real AsyncGRPOTrainer, fed from a bus: own rows, own protocol, nothing stale."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ class _Sequence:
 
 def trls_own(group: list[dict[str, Any]]) -> list[Any]:
     """TRL's own worker makes rows of a group, with the rewards given."""
-    PartialState()  # TRL's logger asks for it
+    PartialState()  # required by TRL's logger
     loop: Any = object.__new__(trl_worker._AsyncRolloutLoop)
     rewards = [each["reward"] for each in group]
     loop.reward_funcs = [lambda **_: rewards]
@@ -142,7 +142,7 @@ def test_the_bus_leaves_stale_groups_out(bus_name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_samples_of_newer_weights_are_trained(bus_name: str, tmp_path: Path) -> None:
-    """As after a resume: workers have weights that the checkpoint has not."""
+    """As after a resume: workers with weights newer than the checkpoint."""
     with shmbus.Bus.create(bus_name, capacity="4MiB") as bus:
         bus.policy_version = 50
         put_groups(bus_name, 0, 40)
@@ -183,7 +183,7 @@ def test_without_the_callback_acks_come_two_versions_on(bus_name: str, tmp_path:
         trained = {number for line in lines for number in json.loads(line)[1]}
         earlier = {number for line in lines[:4] for number in json.loads(line)[1]}
         acknowledged = bus.stats().acknowledged
-        # Whole groups: those of all steps but the last, and nothing that was not trained.
+        # Whole groups, from every step but the last, and nothing untrained.
         assert acknowledged % 4 == 0 and len(earlier) - 4 < acknowledged <= len(trained)
         done = run(bus_name, tmp_path, 6, "save", without_callback=True)
         assert "pass callbacks=[worker.callback]" in done.stderr

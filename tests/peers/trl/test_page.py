@@ -1,4 +1,4 @@
-"""TRL's page, word for word: what it installs, its examples, its blocks."""
+"""TRL's page, word for word: its installation, examples and blocks."""
 
 import json
 import math

@@ -18,11 +18,11 @@ from trainer_adapter.adapters.trl import last_whole_checkpoint
 
 HERE = Path(__file__).parent
 STEPS = 16
-#: Holds what is trained between two saves; the workers fill the rest.
+#: Holds the groups trained between two saves; the workers fill the rest.
 CAPACITY = "2MiB"
-#: Groups that a worker may be ahead: else the first to start fills the bus with its halves.
+#: A worker's lead in groups: otherwise the first to start fills the bus with its halves.
 MAX_LEAD = 32
-#: A trainer process that is slower than this has hung; most of it is the import of TRL.
+#: A slower trainer process hangs; importing TRL takes most of the time.
 DEADLINE_S = 240.0
 
 pytestmark = pytest.mark.timeout(900)
@@ -43,7 +43,7 @@ def workers(bus: str) -> Iterator[None]:
 
 
 def train(bus: str, directory: Path, acknowledge: str, **options: object) -> int:
-    """Run a trainer process to its end, or kill it at a step that a random time hits."""
+    """Run a trainer process to its end, or kill it at a random step."""
     kill_after_lines = options.pop("kill_after_lines", None)
     delay_s = options.pop("delay_s", 0.0)
     command = [sys.executable, "-W", "ignore", str(HERE / "trainer.py"), bus, str(directory)]
@@ -76,7 +76,7 @@ def survived(directory: Path) -> list[int]:
             steps = [each for each in steps if each[0] <= value]
         else:
             steps.append((step, value))
-    # transformers makes one step more where it resumes from the last one.
+    # After a resume from the last step transformers makes an extra step.
     assert [step for step, _ in steps] in [list(range(1, last + 1)) for last in (STEPS, STEPS + 1)]
     return [number for _, numbers in steps for number in numbers]
 
@@ -117,7 +117,7 @@ def kill_plan(dice: random.Random) -> list[dict[str, object]]:
     return [
         {"die_at": f"step-{dice.randint(1, 7)}"},
         {"die_at": f"{dice.choice(['saving', 'saved'])}-{dice.choice(saves[1:])}"},
-        # Four steps are left at least; a trainer that is through with them waits for its death.
+        # At least four steps remain; a trainer done with them waits for its death.
         {"kill_after_lines": dice.randint(1, 4), "delay_s": dice.random() * 0.2, "linger": True},
     ]
 

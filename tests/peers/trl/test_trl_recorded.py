@@ -24,7 +24,7 @@ from http_harness import Sample, log_of, play, playing, recording
 pytestmark = pytest.mark.timeout(300)
 
 SIZE = 4
-#: Its ids are those of letters; an answer has 13 tokens at most, a sequence some hundred.
+#: Its ids are letters'; an answer has 13 tokens at most, a sequence some hundred.
 LIMITS = {"max_completion_length": 16, "num_generations": SIZE}
 VOCABULARY = 256
 

@@ -16,7 +16,7 @@ COMPLETION_TOKENS = 6
 
 
 def make_model(directory: Path, seed: int = 0, vocabulary: int = VOCABULARY) -> Path:
-    """Write a model and its tokenizer, where there is none yet; return where."""
+    """Write a missing model with its tokenizer; return the folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -101,7 +101,7 @@ def on_a_cpu() -> Any:
 
 
 class NoWeights:
-    """A WeightTransferProtocol that sends nothing."""
+    """A WeightTransferProtocol without effect."""
 
     def init_weight_transfer(self) -> None: ...
     def pause(self) -> None: ...

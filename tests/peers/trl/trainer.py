@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 #: A sample's number n travels as the logprob -(n + 1) / SCALE of its first sampled token.
 SCALE = 65536.0
-#: How long a trainer that is to be killed waits for it at its end.
+#: Seconds a trainer waits at its end for its kill.
 LINGER_S = 60.0
 
 
@@ -88,7 +88,7 @@ def main() -> None:
         def _save_checkpoint(self, *rest: Any) -> None:
             super()._save_checkpoint(*rest)
             if die_at == f"saved-{self.state.global_step}":
-                # The checkpoint is whole, and on_save has not been called.
+                # Between a whole checkpoint and on_save.
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def _save_rng_state(self, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""verifiers' own agent through the recorder, by its base URL alone: what it sampled is trained."""
+"""verifiers' own agent through the recorder, by its base URL alone: trained tokens are sampled."""
 
 import asyncio
 import os

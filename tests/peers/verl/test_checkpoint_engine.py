@@ -1,4 +1,4 @@
-"""verl's checkpoint engine over a slot pool takes its update, and no other; the cache stays."""
+"""verl's checkpoint engine over a slot pool takes only its own update; the cache stays."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ def test_verls_own_test_of_a_checkpoint_engine_passes(bus_name: str, tmp_path: P
     models.mkdir(parents=True)
     tiny_policy.make(models)
     model = (models / "model").rename(models / "Qwen3-8B-Base")
-    # Its workers read the file as bfloat16, which is what they compare.
+    # Its workers read and compare the file as bfloat16.
     file = model / "model.safetensors"
     brief = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
     save_file(brief, file, {"format": "pt"})
@@ -56,7 +56,7 @@ def test_verls_own_test_of_a_checkpoint_engine_passes(bus_name: str, tmp_path: P
 
 
 def make(bus: str, **options: Any) -> Any:
-    """As verl's workers make it, from their configuration."""
+    """Made from the configuration, like verl's workers'."""
     import_external_libs(MODULE)
     return CheckpointEngineRegistry.new("shmbus", bucket_size=1 << 20, bus=bus, **options)
 
@@ -76,7 +76,7 @@ async def read(given: AsyncIterator[tuple[str, torch.Tensor]]) -> dict[str, torc
 
 
 def begin(senders: list[Any], receivers: list[Any]) -> None:
-    """What verl's manager does before each update."""
+    """Do the work of verl's manager before each update."""
     metadata = [each.prepare() for each in senders + receivers]
     sends, receives = type(senders[0]).build_topology(len(senders), len(receivers), metadata)
     for engines, arguments in ((senders, sends), (receivers, receives)):
@@ -109,7 +109,7 @@ def test_the_version_of_an_earlier_trainer_is_not_taken_for_this_update(bus_name
     update(first, [receiver], 10.0, 1)
     first._publisher.close()
     late, second = make(bus_name, timeout=0.2), make(bus_name)
-    begin([second], [late])  # and its weights do not come
+    begin([second], [late])  # without its weights
     with pytest.raises(WaitTimeoutError):
         asyncio.run(read(late.receive_weights(global_steps=1)))
     assert values(asyncio.run(read(late.get_weights())))[0] == 10.0
@@ -200,7 +200,7 @@ def test_what_a_rollout_reads_is_shown(bus_name: str) -> None:
 
 def test_several_buckets_reach_the_device(bus_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver, sender = make(bus_name), make(bus_name)
-    receiver._bucket_bytes = 24  # of a tensor as large as that there is a view
+    receiver._bucket_bytes = 24  # a tensor of this size has a view
     monkeypatch.setattr(sys.modules[MODULE], "get_device_name", lambda: "meta")
 
     def devices() -> list[str]:

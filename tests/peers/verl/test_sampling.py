@@ -285,7 +285,7 @@ def test_what_verl_cannot_take_is_named_or_a_failed_prompt(
     with shmbus.Producer(bus_name) as producer:
         producer.put("bare", group_size=1, index=0, tokens=[1, 2], loss_mask=[0, 1])
         wait_until(lambda: producer.stats().committed == 1)
-        for _ in range(2):  # it comes again: nothing was dropped that nobody decided about
+        for _ in range(2):  # it comes again: no undecided group was dropped
             with pytest.raises(ValueError, match="group 'bare', sample 0, field 'logprobs'"):
                 sampler.sample(global_steps=1, partition_id="train", batch_size=1)
 

@@ -111,7 +111,7 @@ def train(bus: str, root: Path) -> list[dict[str, float]]:
 
 
 def check_sent(root: Path, actor: dict[str, torch.Tensor]) -> None:
-    """Both of verl's workers got each version whole, and the last one is what was saved."""
+    """Both of verl's workers got each version whole, and the last equals the saved version."""
     before: dict[str, torch.Tensor] = {}
     for step in range(1, STEPS + 1):
         one, other = root.glob(f"checkpoints/weights-{step}-*.pt")
@@ -140,7 +140,7 @@ def test_verl_trains_though_an_outside_worker_dies(bus_name: str, tmp_path: Path
     for step in log:
         assert math.isfinite(step["actor/pg_loss"]) and step["actor/grad_norm"] > 0
         assert step["response_length/mean"] == COMPLETION_TOKENS
-        # The version that the bus shows is verl's own of the weights, or the one before.
+        # The bus shows verl's own version of the weights, or its predecessor.
         assert step["training/off_policy/trajectory_staleness/min"] >= 0
     # Before the first update, verl's policy gives the samplers' own logprobs, but in bfloat16.
     assert log[0]["training/rollout_probs_diff_max"] < 0.01

@@ -27,7 +27,7 @@ RolloutReplicaRegistry.register("bus", lambda: RolloutReplica)
 
 
 class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
-    """verl's worker; its process group is there before it asks for one of an accelerator."""
+    """verl's worker, with a process group before its request for an accelerator's."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -77,7 +77,7 @@ class Replica:
 
 @register_trainer("bus")
 class Trainer(PPOTrainer):  # type: ignore[misc]
-    """verl's trainer, which sends its weights as its mode "separate_async" does."""
+    """verl's trainer, with weights sent as in its mode "separate_async"."""
 
     _enable_hybrid_replicas = False
 
@@ -102,7 +102,7 @@ class Trainer(PPOTrainer):  # type: ignore[misc]
 
 
 class Runner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[misc]
-    """Unpickling it by name registers the trainer where it runs."""
+    """Registers the trainer in its process, through unpickling by name."""
 
 
 def main() -> None:

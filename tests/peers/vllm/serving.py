@@ -76,7 +76,7 @@ class Server:
         raise TimeoutError(self.log.read_text()[-12000:])
 
     async def complete(self, prompt: str, tokens: int = TOKENS, **options: Any) -> list[int]:
-        """Return token ids: a vocabulary may have more than the tokenizer has words for."""
+        """Return token ids: a vocabulary may exceed the tokenizer's words."""
         body = {
             "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0,
             "return_token_ids": True, **options,
@@ -95,24 +95,24 @@ class Server:
         ]
 
     def end(self) -> None:
-        """End it and all of its processes, and leave nothing of vLLM's in /dev/shm."""
+        """End the server with its processes, and leave nothing of vLLM's in /dev/shm."""
         files = shared_memory(self._members())
         self.process.terminate()
         deadline = time.monotonic() + END_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
-        # Python's resource tracker removes what is left over, once all others have ended.
+        # Python's resource tracker removes leftovers after every other process's end.
         while self._members() and time.monotonic() < deadline:
             time.sleep(0.1)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        # vLLM never removes what its workers share for tensor parallelism.
+        # vLLM never removes its workers' shared files of tensor parallelism.
         for file in files:
             Path(file).unlink(missing_ok=True)
 
     def _members(self) -> list[int]:
-        """Which processes it has; a session is all that it started."""
+        """Its processes: the session of its own starts."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(ValueError, ProcessLookupError):

@@ -43,7 +43,7 @@ def test_a_killed_head_goes_on(tmp_path: Path, runs: list[subprocess.Popen[str]]
     runs.append(begin(tmp_path))
     said, _ = runs[1].communicate(timeout=RUN_S)
     print(said)
-    assert runs[1].returncode == 0  # it asserts that each sequence was trained, once
+    assert runs[1].returncode == 0  # asserts a single training of each sequence
     kept = re.search(r"goes on after (\d+) sequences", said)
     learnt = re.search(r"(\d+) sequences, loss (\S+) -> (\S+), .* length (\S+) -> (\S+)", said)
     apart = re.search(r"first gradient: (\S+) from", said)

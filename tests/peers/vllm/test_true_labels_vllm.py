@@ -1,4 +1,4 @@
-"""A real vLLM under 64 requests, updates and restarts: labels are what its logprobs say.
+"""A real vLLM under 64 requests, updates and restarts: labels agree with its logprobs.
 
 The check recomputes each answer's logprobs with the weights of each version, outside of vLLM.
 `SHMBUS_TEST_UPDATES` sets the updates, `SHMBUS_TEST_RESTART_EVERY` the updates between two
@@ -31,9 +31,9 @@ RESTART_EVERY = int(os.environ.get("SHMBUS_TEST_RESTART_EVERY", "8"))
 LONG_S = float(os.environ.get("SHMBUS_TEST_LONG_S", "480"))
 IN_FLIGHT = 64
 TOKENS = 4
-#: Tokens of a prompt: more than a block of vLLM's cache, which has 32.
+#: Tokens of a prompt: more than a block of vLLM's cache, with its 32.
 PROMPT = 40
-#: Of a logprob: what another order of sums makes, far below what other weights make.
+#: Of a logprob: far above a different order of sums, far below different weights.
 CLOSE = 0.02 if torch.cuda.is_available() else 1e-3
 OPTIONS = ("--block-size", "32", "--enable-prompt-tokens-details", "--enable-prefix-caching")
 
@@ -80,7 +80,7 @@ class Load:
 
 @torch.no_grad()
 def off(model: torch.nn.Module, answers: list[Answer]) -> list[float]:
-    """How far the logprobs of each answer are from those of a model."""
+    """Return the distance of each answer's logprobs from a model's."""
     ids = torch.tensor([each.prompt + each.ids for each in answers])
     logits = model(ids).logits[:, PROMPT - 1 : -1].log_softmax(-1)
     own = logits.gather(-1, ids[:, PROMPT:, None])[..., 0]

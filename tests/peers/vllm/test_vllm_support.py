@@ -1,4 +1,4 @@
-"""Logprobs over the tokens that a real vLLM sampled among are its own processed logprobs."""
+"""Logprobs over a real vLLM's sampled-from tokens equal its own processed logprobs."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from trainer_adapter.logprobs import token_logprobs
 
 pytest_plugins = ["vllm_fixtures"]
 TEMPERATURE, TOP_K, TOP_P, SAMPLES, TOKENS = 0.7, 20, 0.8, 8, 40
-#: What vLLM writes for a token that was not to be sampled, in JSON.
+#: vLLM's JSON for an excluded token.
 EXCLUDED = -9000.0
 
 
@@ -30,7 +30,7 @@ async def sampled(server: Server) -> list[dict[str, Any]]:
 
 
 def sample_of(choice: dict[str, Any]) -> tuple[dict[str, Any], list[float]]:
-    """What a worker puts of one answer, and vLLM's logprobs."""
+    """Return a worker's arrays of an answer, and vLLM's logprobs."""
     prompt, answer = choice["prompt_token_ids"], choice["token_ids"]
     found = choice["logprobs"]
     ids = [

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ShmbusWeights:
-    """TRL's WeightTransferProtocol: each weight sync publishes a version on a bus.
+    """TRL's WeightTransferProtocol: every weight sync publishes a version on a bus.
 
-    Pass it as ``weight_transfer=ShmbusWeights("run1")``, beside a `ShmbusRolloutWorker` of the same
-    bus, which publishes the version's number.
+    Pass ``weight_transfer=ShmbusWeights("run1")`` beside a `ShmbusRolloutWorker` of the same
+    bus, the publisher of the version's number.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class ShmbusWeights:
 
     Notes
     -----
-    TRL's main process holds each whole tensor, so the version has one writer. The first sync keeps
+    TRL's main process holds whole tensors: a version needs a single writer. The first sync keeps
     every tensor until their shapes are known; later syncs hold one at a time.
     """
 
