@@ -10,7 +10,7 @@ import itertools
 import logging
 import struct
 import time
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from shmbus import Bus
 from shmbus.relay.messages import Demand, GroupName, PromptOffer, Prompts
@@ -147,6 +147,14 @@ class NodePrompts:
                 del self._told[old]
             self._told[message.trainer] = (sender, None, 0.0)
             self._next_s = 0.0
+
+    def give_back(self, surplus: set[Any]) -> None:
+        """Give back requests whose records all were surplus, as if of an earlier namesake."""
+        for trainer, here in self.taker.here.items() if surplus else ():
+            for number, group in list(here.items()):
+                key = self._reader.key_of(group)
+                if key in surplus and not self._reader.holds(key):
+                    self.taker.give_back(trainer, number)
 
     def look(self, now_s: float) -> list[_NodeRow] | None:
         """Read the requests' states, before the ring is read; None while no trainer asks."""

@@ -147,12 +147,8 @@ class Sink:
             return False
         return self.owed.isdisjoint(message.origins) and self.settled.isdisjoint(message.origins)
 
-    def assign(self, message: Assignment) -> list[Message]:
-        """Take on a group, unless addressed to another sink or sent by another coordinator."""
-        return self.assign_all([message])
-
     def assign_all(self, messages: Iterable[Assignment]) -> list[Message]:
-        """Take on several groups, judged one by one and fetched together."""
+        """Take on groups, unless addressed to another sink or sent by another coordinator."""
         before = len(self.waiting)
         for message in messages:
             if self.is_meant(message):

@@ -390,7 +390,7 @@ class SinkParty:
             case messages.Assignments() as message:
                 self._say(sink.assign_all(g for g in message.groups if g.sink == sink.name))
             case messages.Assignment() as message if message.sink == sink.name:
-                self._say(sink.assign(message))
+                self._say(sink.assign_all([message]))
             case messages.Drop() as message if message.sink == sink.name and sink.is_meant(message):
                 unwritten = self._write_ends(message.origins)
                 if not unwritten and self.journal.drop(message.origins, message.reason):

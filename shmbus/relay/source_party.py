@@ -248,12 +248,13 @@ class SourceParty:
             self._mailbox.send(sink, message, payload)
 
     def _release(self, asker: str, asked: Release) -> None:
-        here = list(asked.origins)
-        if not self.source.held.keys() >= asked.origins:
-            here = [origin for origin in here if origin in self.source.held]
+        held = self.source.held
+        here = [origin for origin in asked.origins if origin in held]
+        surplus = {held[origin].key for origin in here} if asked.reason == "surplus" else set()
         for at in range(0, len(here), _RELEASE_AT_ONCE):
             self.reader.release(here[at : at + _RELEASE_AT_ONCE], asked.reason)
         self.released += len(here)
+        self.prompts.give_back(surplus)
         for message in self.source.release(asked):
             self._mailbox.send(asker, message)
 

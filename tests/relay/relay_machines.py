@@ -329,7 +329,7 @@ class SinkPart:
             case m.SinkStateWanted():
                 said = new.tell(given)
             case m.Assignment():
-                said = new.assign(given)
+                said = new.assign_all([given])
             case m.Drop():
                 said = new.drop(given)
                 journal = journal_of(new)

@@ -231,7 +231,7 @@ def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -
     for release, expected in (("put", 1), ("acknowledged", 0)):
         sink = Sink("t0", 1, Journal(), release)
         sink.tell(m.SinkStateWanted("t0", 3))
-        (fetch,) = sink.assign(m.Assignment("t0", 1, 3, (make_origin(B0, 1, 0),)))
+        (fetch,) = sink.assign_all([m.Assignment("t0", 1, 3, (make_origin(B0, 1, 0),))])
         assert isinstance(fetch, m.Fetch)
         sink.fetched(m.Fetched("t0", 1, (make_origin(B0, 1, 0),), (), (1, 1), fetch.number))
         sink.intend(0)

@@ -5,6 +5,7 @@ must lead to a good end. SHMBUS_TEST_DEATHS=2 takes two deaths: ten minutes and 
 """
 
 import os
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -137,8 +138,8 @@ class LeavesOrphans(Coordinator):
 class TrustsAnyAssignment(Sink):
     """A sink that puts any assignment."""
 
-    def assign(self, message: m.Assignment) -> list[m.Message]:
-        self.waiting.append(message)
+    def assign_all(self, messages: Iterable[m.Assignment]) -> list[m.Message]:
+        self.waiting += messages
         return self._next()
 
 

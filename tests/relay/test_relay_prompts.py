@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from answering import answering
 from conftest import Spawner, wait_until
-from relay.local import relay, relayed, take
+from relay.local import COORDINATOR, relay, relayed, stats, take
 
 import shmbus
 from shmbus import Request
@@ -193,6 +193,25 @@ def test_a_checkpoint_has_what_is_under_way_on_other_nodes(buses: dict[str, str]
         assert [each["instance_id"] for each in state["open"]] == ["q"]
         restored = consumer.load_state_dict(state)
         assert (restored.offered, restored.kept) == (0, 1)
+
+
+def test_a_prompt_offered_again_is_trained_though_the_coordinator_did_not_hear_of_the_offer(
+    buses: dict[str, str],
+) -> None:
+    """The coordinator remembers the earlier group of this round, and drops the records once."""
+    with relayed(buses, "a") as (made, consumer, _), answering(buses["a"], answer):
+
+        def ask() -> None:
+            consumer.request("q", group_size=2, round=0, prompt=np.arange(3, dtype=np.int32))
+
+        ask()
+        take(consumer, 1)[0].ack()
+        wait_until(lambda: counts(buses["a"])[5] == 0)
+        made.boxes.cut = {COORDINATOR}
+        ask()
+        wait_until(lambda: stats(buses["a"]).committed == 4)
+        made.boxes.cut = set()
+        take(consumer, 1)[0].ack()
 
 
 def test_prompts_that_were_cut_or_fit_no_row_are_not_offered(buses: dict[str, str]) -> None:
