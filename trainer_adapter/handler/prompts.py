@@ -350,7 +350,8 @@ class PromptOffers:
         state: Any = self._consumer.state_dict()
         out = on_ranks | self._keys_out()
         ended = [each for each in state["open"] if each["number"] in self._trained_open]
-        found, opened = part_trained([each for each in state["open"] if each not in ended], out)
+        rest = (each for each in state["open"] if each["number"] not in self._trained_open)
+        found, opened = part_trained(rest, out)
         self._look_for_untrained(out)
         ahead = [*self._ahead.elements(), *self._whole]
         saved = {
