@@ -1,7 +1,7 @@
-"""Many clients of a daemon, in any order, some of them bad: each is served, and nothing remains.
+"""Many clients of a daemon, in any order: each is served, and nothing remains.
 
-The suite runs short forms; SHMBUS_TEST_CROWD, SHMBUS_TEST_CYCLES and SHMBUS_TEST_FUZZ set the
-groups, cycles and messages of a long form.
+The suite runs short forms; SHMBUS_TEST_CROWD and SHMBUS_TEST_CYCLES set the groups and cycles of a
+long form.
 """
 
 import gc
