@@ -177,16 +177,9 @@ def check_consumer_options(options: Mapping[str, object], handler: type) -> None
         raise unknown_option(handler.__name__, name, [*own, *sorted(bus)], others)
 
 
-def check_for_ranks(world_size: int, truncated: str, keep_group: object = None) -> None:
+def check_for_ranks(world_size: int, truncated: str) -> None:
     """Raise ValueError for an option that would give several ranks different numbers of steps."""
     check_int("world_size", world_size, 1)
-    if keep_group is not None and not callable(keep_group):
-        raise TypeError(f"keep_group: expected a callable, got {keep_group!r}")
-    if world_size != 1 and keep_group is not None:
-        raise ValueError(
-            "keep_group: expected none with several ranks, got a callable; a rank whose groups are "
-            "all refused would have no step: let `shmbus serve --skip-zero-variance` drop them"
-        )
     if world_size != 1 and truncated == "drop":
         raise ValueError(
             "truncated: expected 'keep', 'mask' or 'exclude' with several ranks, got 'drop'; a "

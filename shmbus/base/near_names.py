@@ -82,7 +82,7 @@ OPTIONS: Final[dict[str, tuple[str, ...]]] = {
         ("reward", "rewards", "reward_fn", "reward_func", "reward_funcs", "score", "scorer"),
         ("score_group",),
     ),
-    **dict.fromkeys(("filter_groups", "dynamic_sampling"), ("skip_zero_variance", "keep_group")),
+    **dict.fromkeys(("filter_groups", "dynamic_sampling"), ("skip_zero_variance",)),
     **dict.fromkeys(("mask_truncated_completions", "overlong_filter"), ("truncated",)),
     **dict.fromkeys(("retries", "max_retries"), ("sample_retries",)),
     **dict.fromkeys(("num_workers", "prefetch_factor"), ("prefetch",)),

@@ -31,7 +31,7 @@ from shmbus.weights.errors import (
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.probe import probe_carriers
 from shmbus.weights.publisher import Publication, Published, WeightPublisher
-from shmbus.weights.sharded_source import ExportedSource, Shard, ShardedSource, module_shards
+from shmbus.weights.sharded_source import ExportedSource, Shard, ShardedSource
 from shmbus.weights.shared_model import SharedModel, attach_model, share_model
 from shmbus.weights.subscriber import Weights, WeightSubscriber
 from shmbus.weights.weight_source import LocalPiece, ModuleSource, WeightSource
@@ -59,7 +59,6 @@ __all__ = [
     "attach_bridge",
     "attach_model",
     "lora_state",
-    "module_shards",
     "probe_carriers",
     "share_model",
 ]

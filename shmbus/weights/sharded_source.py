@@ -19,7 +19,6 @@ import torch
 
 from shmbus.base.arguments import check_choice
 from shmbus.data.encoding import decodable
-from shmbus.tensors.views import is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.rounding import ROUNDINGS, Rounding
@@ -28,7 +27,6 @@ from shmbus.weights.weight_source import (
     LocalPiece,
     WeightSource,
     dtype_name,
-    local_part,
 )
 
 #: Exchange of a message: from this rank's bytes to every rank's, in rank order.
@@ -118,7 +116,7 @@ class ShardedSource(WeightSource):
 
     Examples
     --------
-    >>> source = ShardedSource(lambda: module_shards(model))
+    >>> source = ShardedSource(shards_of_this_rank)
     >>> publisher = WeightPublisher("run1", source, rank=rank, world_size=world_size)
     """
 
@@ -260,32 +258,6 @@ def _gather(said: bytes) -> Sequence[bytes]:
     room = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in sizes]
     torch.distributed.all_gather(room, torch.nn.functional.pad(mine, (0, most - len(said))))
     return [bytes(part[: int(size)].cpu().numpy()) for part, size in zip(room, sizes, strict=True)]
-
-
-def module_shards(
-    model: torch.nn.Module, *, rename: Callable[[str], str] | None = None
-) -> Iterator[Shard]:
-    """Yield a rank's shards of a module: of each DTensor, as made by FSDP2, its own part.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Its parameters and persistent buffers.
-    rename : callable, optional
-        From the module's names to the checkpoint's.
-
-    Yields
-    ------
-    Shard
-    """
-    for own_name, tensor in model.state_dict(keep_vars=True).items():
-        name = own_name if rename is None else rename(own_name)
-        start: tuple[int, ...] = (0,) * tensor.dim()
-        local = tensor.detach()
-        if is_sharded(local):
-            start, local, _ = local_part(name, local)
-        if local.numel() or not tensor.numel():
-            yield Shard(name, tuple(tensor.shape), start, local)
 
 
 class ExportedSource(WeightSource):

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from conftest import Spawner, wait_until
 
-from bench import machine, processes, program, ranks, report, suite, weights
+from bench import machine, processes, ranks, report, suite, weights
 from bench.levels import LEVELS
-from bench.native import CannotRun, compiler
 from bench.native import run as run_program
-from bench.processes import MeasurementError, Role, Started, run_alone, run_together
-from bench.row import HEADS, Row, cells, skipped, table
+from bench.processes import MeasurementError, Role, run_alone, run_together
+from bench.row import HEADS, Row, cells, table
 from bench.sending import bus_bytes
 from bench.targets import TARGETS
-from bench.workload import GROUP_SIZE, Timed, Workload
+from bench.workload import GROUP_SIZE, Workload
 from shmbus import Bus, LayoutMismatchError
 from shmbus.pool import read_pool
 
@@ -61,19 +60,6 @@ def test_a_missed_target_is_said_in_its_cell(name: str, value: float, met: bool 
     row = Row(name=name, title="t", unit="u", values=(value,))
     assert row.met is met
     assert ("missed" in table([row])) is (met is False)
-
-
-def test_a_row_comes_back_from_its_json_as_it_was() -> None:
-    row = Row(
-        name="wake", title="t", unit="us", values=(1.0,), beside="futex", beside_values=(2.0,),
-        note="n", figures={"a": [1]},
-    )  # fmt: skip
-    assert Row.from_json(json.loads(json.dumps(row.as_json()))) == row
-
-
-def test_a_skipped_row_says_why_and_is_judged_by_nothing() -> None:
-    row = skipped("daemon-leases", "leases", "needs 2 cores")
-    assert row.met is None and "skipped: needs 2 cores" in table([row])
 
 
 @pytest.mark.parametrize(
@@ -119,22 +105,6 @@ def test_every_kept_result_is_shown_on_a_page() -> None:
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "bench" / "README.md"]
     text = "\n".join(page.read_text() for page in pages)
     assert [path.name for path in RESULTS.iterdir() if path.name not in text] == []
-
-
-def test_a_page_without_a_block_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("no block\n")
-    with pytest.raises(SystemExit):
-        report.main([str(page)])
-    assert page.read_text() == "no block\n"
-
-
-def test_the_picture_is_made_of_the_result_and_is_the_same_again(tmp_path: Path) -> None:
-    result = json.loads((RESULTS / "two-cores.json").read_text())
-    rows = [Row.from_json(each) for each in result["rows"]]
-    for name in ("a.svg", "b.svg"):
-        report.picture(rows, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 # --- programs
@@ -225,17 +195,6 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
     assert refused.value.code == 2 and said.out == "" and says in said.err
 
 
-def test_figures_that_cannot_be_written_in_the_end_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = program.parser_of("bench", "what it does").parse_args([])
-    options.output = tmp_path / "gone" / "figures.json"
-    row = Row(name="wake", title="t", unit="us", values=(1.0,))
-    assert program.finish("bench", options, {}, [row]) == 1
-    said = capsys.readouterr()
-    assert '"name": "wake"' in said.out and "the figures are on stdout" in said.err
-
-
 def test_where_nothing_can_be_measured_the_exit_status_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,12 +215,6 @@ def test_a_small_shm_and_a_missing_module_are_said() -> None:
     assert re.search(r"needs 1048576 MiB in /dev/shm, \d+ are free", said)
     assert "there is no nowhere here" in machine.lacks(modules=["nowhere"])
     assert machine.lacks() == ""
-
-
-def test_the_summary_says_when_the_machine_is_not_its_own() -> None:
-    facts = machine.describe()
-    assert "other work" not in machine.summary({**facts, "load_average": (0.1, 0.1, 0.1)})
-    assert "other work" in machine.summary({**facts, "load_average": (2.0, 1.0, 0.5)})
 
 
 @pytest.mark.parametrize("capacity", ["64KiB", "64MiB"])
@@ -316,10 +269,6 @@ def wait_for_ever(start: Callable[[], None], path: str) -> None:
     signal.pause()
 
 
-def fail() -> None:
-    raise MemoryError("no sampler")
-
-
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("role", "says"),
@@ -344,27 +293,6 @@ def test_what_comes_to_no_end_is_given_up_and_ended(tmp_path: Path) -> None:
         assert int(path.read_text()) not in processes.descendants(os.getpid())
 
 
-@pytest.mark.usefixtures("forked")
-def test_a_role_that_was_started_alone_tells_its_failure() -> None:
-    started = Started(Role(fail))
-    try:
-        started.join(60.0)
-        assert started.failure() == "fail failed: no sampler"
-    finally:
-        started.end()
-
-
-def test_readers_that_end_are_told_and_no_figure_stands_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(weights, "READER", "raise SystemExit('no such weights')")
-    with (
-        pytest.raises(MeasurementError, match="a reader has ended: no such weights"),
-        weights._readers("none", 2),
-    ):
-        raise AssertionError("it was measured")
-
-
 # --- workloads and C programs
 
 
@@ -377,29 +305,11 @@ def test_a_workload_sends_whole_groups_of_ids_that_are_its_producers_own() -> No
     assert len({identity for identity, _ in sent[0]}) == 4
 
 
-@pytest.mark.parametrize("cold", [False, True])
-def test_only_the_last_trajectory_of_a_producer_differs(cold: bool) -> None:
-    workload = Workload(trajectories=16, tokens=1 << 16, cold=cold)
-    assert [int(source[0][0]) for _, source in workload.items(0)] == [0] * 15 + [1]
-
-
-def test_a_workload_that_leaves_a_group_incomplete_is_refused() -> None:
-    with pytest.raises(AssertionError, match="no multiple"):
-        Workload(trajectories=12, tokens=4)
-    assert Timed(trajectories=100, seconds=4.0).rate == 25.0
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_runs_of_each_level_have_whole_groups_batches_and_calls(level: str) -> None:
     sizes: Any = LEVELS[level]
     assert sizes.hop_256 % 64 == 0 and sizes.packed * 2048 % 65_536 == 0
     assert sizes.hop_2048 % GROUP_SIZE == sizes.hop_16384 % GROUP_SIZE == 0
-
-
-def test_a_compiler_that_is_no_command_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", 'gcc "')
-    with pytest.raises(CannotRun, match="CC is no command: No closing quotation"):
-        compiler()
 
 
 def test_a_program_that_is_measured_has_nothing_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:

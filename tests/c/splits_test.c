@@ -19,27 +19,6 @@ static void forget(struct segment *segment) {
     memset(&segment->splits[1], 0, (SHMBUS_MAX_SPLITS - 1) * sizeof segment->splits[0]);
 }
 
-static void what_is_named_is_found(struct segment *segment) {
-    char label[SHMBUS_SPLIT_LABEL_BYTES + 1];
-    static const char longest[] = "1234567890123456789012345678901";
-    CHECK(sizeof longest - 1 == SHMBUS_SPLIT_LABEL_BYTES);
-    CHECK(split_find(segment, "train", 5) == SHMBUS_SPLIT_TRAIN);
-    CHECK(split_find(segment, "eval", 4) == SHMBUS_MAX_SPLITS);
-    /* With a common beginning, and of every length. */
-    for (uint32_t bytes = 1; bytes <= 15; bytes++) {
-        CHECK(split_number(segment, longest, bytes * 2 + 1) == bytes);
-        CHECK(split_number(segment, longest, bytes * 2 + 1) == bytes);
-    }
-    CHECK(split_number(segment, "one more", 8) == SHMBUS_MAX_SPLITS);
-    for (uint32_t number = 1; number < SHMBUS_MAX_SPLITS; number++) {
-        CHECK(split_label(segment, number, label) == number * 2 + 1);
-        CHECK(memcmp(label, longest, number * 2 + 1) == 0 && label[number * 2 + 1] == 0);
-    }
-    CHECK(split_number(segment, "", 0) == SHMBUS_MAX_SPLITS);
-    CHECK(split_number(segment, longest, 32) == SHMBUS_MAX_SPLITS);
-    forget(segment);
-}
-
 /* A death in the middle leaves the first words of a label. */
 static void a_label_that_was_begun_is_none_and_is_ended_by_who_needs_it(struct segment *segment) {
     char label[SHMBUS_SPLIT_LABEL_BYTES + 1];
@@ -103,25 +82,11 @@ static void threads_that_name_at_once_agree(struct segment *segment) {
     pthread_barrier_destroy(&start);
 }
 
-static void the_last_that_were_cancelled_are_known(struct segment *segment) {
-    for (uint32_t i = 0; i < SHMBUS_CANCELLED + 5; i++) {
-        cancelled_add(segment, group_key_hash("q", 1, (int64_t)i, 0));
-    }
-    for (uint32_t i = 0; i < SHMBUS_CANCELLED + 5; i++) {
-        CHECK(cancelled_has(segment, group_key_hash("q", 1, (int64_t)i, 0)) == (i >= 5));
-        CHECK(!cancelled_has(segment, group_key_hash("q", 1, (int64_t)i, 1)));
-        CHECK(!cancelled_has(segment, group_key_hash("r", 1, (int64_t)i, 0)));
-    }
-    CHECK(group_key_hash("q\0", 2, 1, 0) != group_key_hash("q", 1, 1, 0));
-}
-
 int main(void) {
     struct segment segment;
     begin(&segment);
-    what_is_named_is_found(&segment);
     a_label_that_was_begun_is_none_and_is_ended_by_who_needs_it(&segment);
     threads_that_name_at_once_agree(&segment);
-    the_last_that_were_cancelled_are_known(&segment);
     puts("splits_test: passed");
     return 0;
 }

@@ -1,14 +1,10 @@
-/* Threads that share the pieces of a job: each piece once, whoever comes late, and none in a fork. */
+/* Threads that share the pieces of a job: each piece once, and helpers that end. */
 #define _GNU_SOURCE
-#include <pthread.h>
-#include <sys/wait.h>
-
 #include "batch/threads.h"
 #include "support.h"
 
 #define MOST_PIECES 64u
 #define ROUNDS 5000
-#define USERS 3
 
 /* Not atomic: ThreadSanitizer sees whether what a piece wrote is visible to who has the job. */
 static void count_piece(void *job, uint32_t piece) {
@@ -43,46 +39,10 @@ static void helpers_end_whatever_they_were_at(void) {
     run_once(NULL, MOST_PIECES);
 }
 
-static void *use(void *threads) {
-    for (int round = 0; round < ROUNDS / USERS; round++) {
-        run_once(threads, MOST_PIECES);
-    }
-    return NULL;
-}
-
-static void a_second_user_works_alone(void) {
-    struct threads *threads = threads_start(2);
-    pthread_t users[USERS];
-    for (int i = 0; i < USERS; i++) {
-        CHECK(pthread_create(&users[i], NULL, use, threads) == 0);
-    }
-    for (int i = 0; i < USERS; i++) {
-        CHECK(pthread_join(users[i], NULL) == 0);
-    }
-    threads_end(threads);
-}
-
-static void a_child_of_a_fork_works_alone_and_ends(void) {
-    struct threads *threads = threads_start(2);
-    run_once(threads, MOST_PIECES);
-    pid_t child = fork();
-    if (child == 0) {
-        run_once(threads, MOST_PIECES);
-        threads_end(threads);
-        _exit(0);
-    }
-    int status;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
-    run_once(threads, MOST_PIECES);
-    threads_end(threads);
-}
-
 int main(void) {
     uint64_t seed = test_seed();
     each_piece_is_done_once(&seed);
     helpers_end_whatever_they_were_at();
-    a_second_user_works_alone();
-    a_child_of_a_fork_works_alone_and_ends();
     puts("threads_test: passed");
     return 0;
 }

@@ -1,8 +1,7 @@
-"""A channel of bytes: order, acknowledgement, ends, bad input, and the bytes of its layout."""
+"""A channel of bytes: slots, memory, bad input, and the bytes of its layout."""
 
 import os
 import struct
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +18,9 @@ from shmbus import (
 )
 from shmbus.base.arguments import process_label
 from shmbus.channel import (
-    ChannelClosedError,
     ChannelReceiver,
     ChannelSender,
-    StepFailedError,
     StepOrderError,
-    StepSkippedError,
     unlink_channel,
 )
 from shmbus.channel.endpoint import channel_path, living_statement
@@ -36,18 +32,6 @@ def bytes_of(receiver: ChannelReceiver) -> bytes:
     data = bytes(memoryview(message.memory))
     receiver.ack()
     return data
-
-
-def test_steps_keep_order_and_meta_and_the_last_side_removes_the_file(bus_name: str) -> None:
-    with ChannelSender(bus_name, slots=3) as sender, ChannelReceiver(bus_name) as receiver:
-        for turn in range(50):
-            assert sender.send(bytes([turn]) * (turn * 500), meta=b"m%d" % turn) == turn
-            message = receiver.receive(timeout=5, step=turn)
-            assert bytes(memoryview(message.memory)) == bytes([turn]) * (turn * 500)
-            assert (message.step, message.meta) == (turn, b"m%d" % turn)
-            receiver.ack()
-            assert (sender.acked_step, receiver.acked_step) == (turn, turn)
-    assert not Path(channel_path(bus_name)).exists()
 
 
 def test_a_side_without_a_label_is_named_by_its_script(bus_name: str) -> None:
@@ -117,37 +101,6 @@ def test_a_view_that_outlives_its_acknowledgement_keeps_its_values(bus_name: str
             with pytest.raises(BufferError, match="acknowledged"):
                 memoryview(message.memory)
     assert [set(view.tolist()) for view in kept] == [{turn} for turn in range(5)]
-
-
-def test_what_is_not_acknowledged_comes_again(bus_name: str) -> None:
-    with ChannelSender(bus_name) as sender:
-        sender.send(b"one")
-        with ChannelReceiver(bus_name) as receiver:
-            assert receiver.receive().step == 0
-            receiver.drop()
-            assert receiver.receive().step == 0
-        with ChannelReceiver(bus_name) as receiver:
-            assert bytes_of(receiver) == b"one"
-            with pytest.raises(StepOrderError, match="step 0, which was acknowledged already"):
-                receiver.receive(step=0)
-
-
-def test_skips_failures_and_the_end_are_messages_in_their_order(bus_name: str) -> None:
-    with ChannelReceiverAfter(bus_name) as (sender, receiver):
-        sender.send(b"a")
-        sender.skip("loss mask empty", step=1)
-        assert bytes_of(receiver) == b"a"
-        sender.fail("engine died")
-        with pytest.raises(StepSkippedError, match="step 1 was skipped: loss mask empty") as skip:
-            receiver.receive(timeout=5)
-        assert (skip.value.step, skip.value.reason) == (1, "loss mask empty")
-        with pytest.raises(StepFailedError, match="step 2 was not made: engine died"):
-            receiver.receive(timeout=5)
-        sender.send(b"last")
-        sender.close("epoch over")
-        assert bytes_of(receiver) == b"last"
-        with pytest.raises(ChannelClosedError, match="after step 3: epoch over"):
-            receiver.receive(timeout=5)
 
 
 class ChannelReceiverAfter:
@@ -220,25 +173,6 @@ def test_a_sender_that_resumes_withdraws_what_was_not_acknowledged(bus_name: str
             sender.send(b"9", step=9)
             assert receiver.receive(timeout=5).step == 9
             receiver.ack()
-
-
-def test_a_waiting_receiver_is_woken_by_a_step_and_told_by_an_end(bus_name: str) -> None:
-    got: list[object] = []
-    with ChannelReceiverAfter(bus_name) as (sender, receiver):
-
-        def listen() -> None:
-            got.append(bytes_of(receiver))
-            try:
-                receiver.receive(timeout=20)
-            except ChannelClosedError as error:
-                got.append(type(error))
-
-        thread = threading.Thread(target=listen)
-        thread.start()
-        sender.send(b"wake")
-        sender.close()
-        thread.join(timeout=20)
-    assert got == [b"wake", ChannelClosedError]
 
 
 def test_header_rows_and_sides_lie_where_the_page_says(bus_name: str) -> None:

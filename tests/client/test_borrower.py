@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
 
 from shmbus import Bus, BusClosedError, Producer
 from shmbus.control import messages
@@ -79,24 +78,6 @@ def lease_locks(bus: Bus, client: int = 0) -> int:
     return held
 
 
-def test_borrowed_is_equal(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
-    put(bus, 5)
-    theirs = reader.poll(10)
-    lease = borrow(borrower, _core.places(theirs))
-    ours = lease.samples
-    assert len(ours) == 5 and (lease.number, lease.size, lease.key) == (7, 5, "prompt")
-    for their, our in zip(theirs, ours, strict=True):
-        assert our.key == their.key and our.index == their.index and our.score == their.score
-        assert our.meta == their.meta and our.policy_version == their.policy_version
-        assert (our.producer_id, our.sequence) == (their.producer_id, their.sequence)
-        assert np.array_equal(our["tokens"], their["tokens"])
-        assert not our["tokens"].flags.writeable
-    assert _core.identities(ours) == _core.identities(theirs)
-    assert _core.identities(ours) == b"".join(
-        struct.pack("=QQ", t.producer_id, t.sequence) for t in ours
-    )
-
-
 def refusals(borrower: _core.Borrower, places: bytes) -> list[int]:
     leases, refused = receive(borrower, [messages.Granted(number=3, size=1, places=places)])
     assert not leases
@@ -117,15 +98,6 @@ def test_a_bad_place_is_refused(bus: Bus, reader: _core.Reader, borrower: _core.
     assert refusals(borrower, struct.pack("=IIQQ", *good)[:-1]) == [3]
     assert refusals(borrower, b"") == [3]
     assert borrower.locks() == (0, 0) and lease_locks(bus) == 0
-
-
-def test_a_release_ends_borrowing(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
-    put(bus, 1)
-    found = reader.poll(1)
-    places = _core.places(found)
-    reader.release(found, _core.ACKED)
-    assert refusals(borrower, places) == [3]
-    assert lease_locks(bus) == 0
 
 
 def test_borrowed_space_is_kept(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
@@ -222,23 +194,6 @@ def put_singles(name: str, count: int) -> None:
             producer.put(str(index), group_size=1, index=0, tokens=np.zeros(800, np.int32))
 
 
-def test_views_outlive_a_borrower(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
-    put(bus, 1)
-    found = reader.poll(1)
-    ours = borrow(borrower, _core.places(found)).samples
-    view = ours[0]["tokens"]
-    copy = view.copy()
-    borrower.close()
-    assert lease_locks(bus) == 0 and view_locks(bus) == 0
-    reader.release(found, _core.ACKED)
-    for _ in range(300):
-        put(bus, 1, tokens=4000)
-        reader.release(reader.poll(1), _core.ACKED)
-    assert np.array_equal(view, copy)
-    with pytest.raises(BusClosedError):
-        ours[0]["tokens"]
-
-
 def test_leases_follow_the_client(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
     put(bus, 3)
     places = _core.places(reader.poll(3))
@@ -308,30 +263,6 @@ def test_exactly_the_extents_of_leases_and_of_views_are_locked(
         assert locked(other, 1 + client) == held
         assert borrower.locks() == (len(held), len(locked(other, 0)))
     other.close()
-
-
-BORROW = """
-import socket, sys, time
-from shmbus.control import messages
-from shmbus.segment import lifecycle
-from shmbus_ext import _core
-borrower = _core.Borrower(lifecycle.open_segment(sys.argv[1], read_only=True))
-granted = messages.Granted(number=1, size=2, places=bytes.fromhex(sys.argv[2]))
-connection, daemon = socket.socketpair()
-leases, _ = borrower.receive([granted], -1, {}, connection.fileno())
-view = leases[0].samples[0]["tokens"]
-print("looking")
-time.sleep(600)
-"""
-
-
-def test_a_killed_borrower_holds_nothing(bus: Bus, reader: _core.Reader, spawn: Spawner) -> None:
-    put(bus, 2)
-    child = spawn.script(BORROW, bus.name, _core.places(reader.poll(2)).hex())
-    child.expect("looking")
-    assert lease_locks(bus) == 1 and view_locks(bus) == 1
-    child.kill()
-    wait_until(lambda: not lease_locks(bus) and not view_locks(bus))
 
 
 def test_a_read_only_mappings_policy_version_is_fixed(bus: Bus, borrower: _core.Borrower) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shmbus import Bus, Group, Producer, ProtocolError
+from shmbus import Bus, Producer
 from shmbus.base import limits
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
@@ -35,15 +35,6 @@ class Dialogue:
         ]
         answer = messages.Leases(id=1, groups=granted, step=step)
         return self.leases.receive(answer, self.ends[0].fileno())
-
-    def take(self, limit: int) -> list[Group]:
-        return self.leases.hand_out(Group, self, limit)
-
-    def give_back(self, group: Group) -> list[int] | None:
-        return self.leases.give_back_group(self, group, "given_back")
-
-    def claim(self) -> dict[int, ClientLease]:
-        return self.leases.claims()[0]
 
 
 @pytest.fixture
@@ -79,44 +70,6 @@ def test_a_lease_is_locked_until_the_daemon_has_confirmed_its_end(dialogue: Dial
     assert list(dialogue.state.leases) == [12]
 
 
-def test_a_confirmation_of_a_lease_that_is_held_changes_nothing(dialogue: Dialogue) -> None:
-    first, *_ = dialogue.grant()
-    dialogue.leases.confirmed([10])
-    assert dialogue.leases.is_leased(first) and dialogue.leases._borrower.locks()[0] == GROUPS
-
-
-def test_what_is_given_back_is_unlocked_before_the_daemon_is_told(dialogue: Dialogue) -> None:
-    first, *rest = dialogue.grant()
-    group, *_ = dialogue.take(1)
-    assert dialogue.give_back(group) == [10] and group.state == "given_back"
-    assert not dialogue.leases.is_leased(first) and dialogue.leases._borrower.locks()[0] == len(
-        rest
-    )
-    dialogue.leases.confirmed([10])
-    assert dialogue.leases._borrower.locks()[0] == len(rest)
-
-
-def test_a_reconnect_renumbers_and_confirms_leases(dialogue: Dialogue) -> None:
-    leases, state = dialogue.leases, dialogue.state
-    kept, ended, lost = dialogue.grant()
-    *_, lost_group = dialogue.take(GROUPS)
-    leases.end(ended, _core.ACKED)
-    tokens = dialogue.claim()
-    token = {lease.number: token for token, lease in tokens.items()}
-    answer = messages.Claimed(kept=[(token[10], 70)], ended=[token[11]], lost=[token[12]])
-    again: dict[int, ClientLease] = {}
-    leases.learn(answer, tokens, again)
-    assert not tokens
-    leases.reclaimed(again)
-    assert state.leases == {70: kept} and kept.number == 70 and leases.is_leased(kept)
-    assert leases.unconfirmed == 0 and list(leases.unsent_ends()) == []
-    assert leases._borrower.locks()[0] == 1
-    with pytest.raises(ProtocolError, match="too late"):
-        leases.end(lost, _core.ACKED)
-    # A lost group may be leased to another client: never given back.
-    assert dialogue.give_back(lost_group) is None
-
-
 def test_claims_are_split_by_size(dialogue: Dialogue, monkeypatch: pytest.MonkeyPatch) -> None:
     dialogue.grant(step=4)
     assert dialogue.state.next_step == 5
@@ -126,26 +79,6 @@ def test_claims_are_split_by_size(dialogue: Dialogue, monkeypatch: pytest.Monkey
     assert [claim.last for claim in claims] == [False, False, True]
     assert {held.token for claim in claims for held in claim.groups} == set(tokens)
     assert {held.step for claim in claims for held in claim.groups} == {4}
-
-
-def test_a_client_with_nothing_claims_nothing_in_one_message(dialogue: Dialogue) -> None:
-    tokens, claims = dialogue.leases.claims()
-    assert tokens == {} and [(c.groups, c.last) for c in claims] == [([], True)]
-
-
-def test_ready_leases_are_handed_out_in_order_and_lost_ones_never(dialogue: Dialogue) -> None:
-    _, second, _ = dialogue.grant()
-    second.lost = True
-    assert [group.instance_id for group in dialogue.take(1)] == ["g0"]
-    assert [group.instance_id for group in dialogue.take(2)] == ["g2"]
-    assert dialogue.take(2) == [] and dialogue.leases.ready == []
-
-
-def test_ready_groups_but_no_lost_lease_can_be_given_back(dialogue: Dialogue) -> None:
-    _, second, _ = dialogue.grant()
-    second.lost = True
-    assert dialogue.leases.give_back_ready() == [10, 12]
-    assert dialogue.leases.ready == [] and dialogue.leases._borrower.locks()[0] == 1
 
 
 def test_nothing_is_kept_of_what_arrived_on_a_connection_that_is_over(dialogue: Dialogue) -> None:

@@ -9,14 +9,12 @@ import pytest
 import torch
 from conftest import Spawner, open_descriptors, wait_until
 
-from shmbus import PeerGoneError
 from shmbus.inspect.leftovers import remove, survey
 from shmbus.segment.names import memory_socket
 from shmbus.tensors.device.arena import (
     Arena,
     ArenaView,
     BufferLostError,
-    BufferName,
     allocator,
     fetch_descriptor,
 )
@@ -35,23 +33,6 @@ def arena(place: str) -> Iterator[Arena]:
     yield made
     made.close()
     assert not os.path.exists(place)
-
-
-def test_a_view_sees_what_the_owner_writes(arena: Arena, place: str) -> None:
-    name, tensor = arena.buffer(0, 1000)
-    tensor.copy_(torch.arange(1000).to(torch.uint8))
-    seen = ArenaView(place).memory(name)
-    assert seen.nbytes == 1000
-    assert torch.equal(seen.tensor(), tensor)
-    tensor[0] = 77
-    assert seen.tensor()[0] == 77
-
-
-def test_a_buffer_that_is_large_enough_stays_where_it_is(arena: Arena) -> None:
-    name, tensor = arena.buffer(0, 1000)
-    again, same = arena.buffer(0, 10)
-    assert (again, same.data_ptr()) == (name, tensor.data_ptr())
-    assert arena.nbytes == 1000
 
 
 def test_what_was_replaced_can_be_mapped_until_it_is_let_go_of(arena: Arena, place: str) -> None:
@@ -81,19 +62,6 @@ def test_no_generation_of_a_successor_is_one_of_the_dead_owners(place: str) -> N
         names |= {arena.buffer(number, 8)[0].generation for number in range(3)}
         arena.close()
     assert len(names) == 15
-
-
-def test_an_owner_that_has_gone_is_named_at_once_and_what_is_mapped_stays(place: str) -> None:
-    arena = Arena(place, allocator("memfd"))
-    name, tensor = arena.buffer(0, 4)
-    tensor.fill_(9)
-    view = ArenaView(place, timeout=3600)
-    memory = view.memory(name)
-    arena.close()
-    assert memory.tensor().tolist() == [9] * 4
-    assert view.memory(name) is memory
-    with pytest.raises(PeerGoneError, match="no process shares device memory"):
-        view.memory(BufferName(1, 5))
 
 
 def test_a_question_that_is_none_is_refused(arena: Arena, place: str) -> None:

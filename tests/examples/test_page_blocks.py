@@ -161,8 +161,6 @@ def test_advantages_and_filters_of_the_page_judge_a_group(bus_name: str) -> None
     group = ScoredGroup([1.0, 0.0], [N, N], metas=metas)
     space = doc_pages.run("docs/trainer.md", "def advantages(", bus_name)
     assert space["advantages"](group) == pytest.approx([1, -1], abs=1e-3)
-    space = doc_pages.run("docs/trainer.md", "def keep_group(", bus_name, ScoredGroup=ScoredGroup)
-    assert space["keep_group"](group)
 
 
 def test_a_judge_scores_and_annotators_write_columns(bus: Bus, producer: Producer) -> None:

@@ -1,58 +1,6 @@
 """The matrix of versions: how its rows are judged, and that docs/compat.md has them."""
 
-import os
-import sys
-from pathlib import Path
-
-import pytest
-from conftest import wait_until
-from versions import KINDS, ROOT, RowError, chosen, run, run_tests
-
-GOOD = "def test_good():\n    pass\n"
-SKIPPED = "import pytest\n\n@pytest.mark.skip\ndef test_skipped():\n    pass\n"
-BAD = "def test_bad():\n    raise AssertionError\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (GOOD + SKIPPED, "1 passed, 1 skipped"),
-        (GOOD + BAD, "1 failed, 1 passed; pytest ended with 1"),
-        (SKIPPED, "1 skipped; pytest ended with 0"),
-        ("", "no test ran; pytest ended with 5"),
-    ],
-)
-def test_a_row_says_what_tests_did_and_fails_unless_all_that_ran_passed(
-    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", f"-c {os.devnull}")
-    sample = tmp_path / "test_sample.py"
-    sample.write_text(text)
-    try:
-        assert run_tests(Path(sys.executable).parent, [sample], tmp_path / "log") == told
-    except RowError as error:
-        assert str(error) == told and "ended with" in told
-
-
-def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    code = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    log = tmp_path / "log"
-    with pytest.raises(RowError, match="not done within 3 s"):
-        run([sys.executable, "-c", code], 3, log)
-    pid = int(log.read_text())
-
-    def gone() -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
-    wait_until(gone)
+from versions import KINDS, ROOT, chosen
 
 
 def test_the_document_has_the_rows_of_the_matrix() -> None:

@@ -266,7 +266,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
             "layout": CHOICE, "malformed": CHOICE, "truncated": CHOICE, "duplicate": CHOICE,
             "advantages": CHOICE + of_value(None), "progress": of_type(3),
             "extra_fields": of_type(["x"], {3: "token"}) + ARRAY,
-            "fields": of_type({"tokens": "t"}), "keep_group": of_type("dapo"),
+            "fields": of_type({"tokens": "t"}),
             "score_group": of_type(0.5),
             "pack_threads": COUNT + of_value(65), 
         },

@@ -68,14 +68,6 @@ def rank_child(spawn: Spawner, bus: str, plan: str, *more: object) -> Child:
     return child
 
 
-def test_ranks_make_one_version(bus_name: str, publisher_of: PoolPublisher, spawn: Spawner) -> None:
-    child = rank_child(spawn, bus_name, "go")
-    for version in range(1, 30):
-        publish(publisher_of, version)
-        assert read(bus_name) == (version, True)
-    child.expect("published 29")
-
-
 @pytest.mark.parametrize(
     ("plan", "kind", "text"),
     [
@@ -133,21 +125,6 @@ def test_a_rank_writes_only_for_a_waiting_publisher(bus_name: str, spawn: Spawne
         write.finish()
         assert read(bus_name) == (1, True)
         alone.close(remove=True)
-
-
-def test_a_rank_learns_that_rank_0_has_died(bus_name: str, spawn: Spawner) -> None:
-    leader = spawn.script(
-        RANK.replace("rank=rank,", "rank=rank, spec=PoolSpec(slot_bytes=1 << 20),").replace(
-            "import PoolPublisher", "import PoolPublisher, PoolSpec"
-        ),
-        bus_name, 0, 2, "die",
-    )  # fmt: skip
-    leader.expect("ready")
-    child = rank_child(spawn, bus_name, "go")
-    wait_until(lambda: "PeerGoneError" in child.output())
-    assert "rank 0 (pid" in child.output()
-    assert read(bus_name) == (1, True)
-    Path(pool_path(bus_name, KIND)).unlink()
 
 
 def test_a_rank_of_a_dead_one_keeps_its_slot(bus_name: str, spawn: Spawner, tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ import os
 import random
 
 import pytest
-from relay.heads import RecordHead, head_of, healed, make_origin, pack_heads
+from relay.heads import RecordHead, head_of, make_origin, pack_heads
 
 from shmbus.relay import messages as m
 from shmbus.relay.coordinator import Coordinator
-from shmbus.relay.sink import Journal, Sink
 from shmbus.stash.stash import StashPolicy
 
 SEED = int(os.environ.get("SHMBUS_TEST_SEED", random.randrange(1 << 32)))
@@ -183,27 +182,6 @@ def test_what_a_lost_source_had_announced_is_withdrawn_and_counted() -> None:
     assert len(announce(made, B1, 3, head("open", 3, 2, 2))) == 1
 
 
-def test_what_a_dead_sink_had_put_of_a_group_is_taken_with_what_its_successor_puts() -> None:
-    made = coordinator(buses=2)
-    first, second = make_origin(B0, 1, 0), make_origin(B1, 1, 0)
-    announce(made, B0, 1, head("q", 2, 0, 0))
-    announce(made, B1, 1, head("q", 2, 1, 0, score=1.0))
-    made.settled(m.Settled("t0", frozenset({second})), 0.0)
-    late = m.Announcement(B0, (2, 1), True, pack(B0, head("q", 2, 0, 0)))
-    assert made.announced(late, 0.0) == []
-    assert not made.known and not made.dropped and first in made.taken
-    made.confirmed(m.Confirmation(B0, frozenset({first}), (2, 1)), 0.0)
-    assert first not in made.taken
-
-
-def test_a_gap_in_the_announcements_is_asked_about() -> None:
-    made = coordinator()
-    announce(made, B0, 1)
-    assert announce(made, B0, 3, head("q", 1, 0, 0)) == [m.Subscription(B0, 3)]
-    whole = m.Announcement(B0, (1, 4), True, pack(B0, head("q", 1, 0, 0)))
-    assert len(made.announced(whole, 0.0)) == 1
-
-
 def test_nothing_is_placed_before_every_sink_was_heard() -> None:
     made = Coordinator(3, [B0], ["t0", "t1"])
     made.begin()
@@ -213,63 +191,3 @@ def test_nothing_is_placed_before_every_sink_was_heard() -> None:
     said = made.sink_state(m.SinkState("t1", 1, 3, has, frozenset()), 0.0)
     placed = [each.origins for each in said if isinstance(each, m.Assignment)]
     assert placed == [(make_origin(B0, 1, 1),)]
-
-
-@pytest.mark.parametrize("put", [0, 1, 2])
-def test_a_sinks_successor_goes_on_where_the_lane_ends(put: int) -> None:
-    origins = (make_origin(B0, 1, 0), make_origin(B1, 1, 0))
-    journal = healed(Journal(frozenset(), origins, before=40), 40 + put)
-    assert journal.settled == set(origins[:put]) and journal.intent == origins[put:]
-    sink = Sink("t0", 2, journal)
-    state, *asked = sink.begin()
-    assert isinstance(state, m.SinkState)
-    assert state.settled == frozenset(origins[:put]) and state.owed == frozenset(origins[put:])
-    assert [each.bus for each in asked if isinstance(each, m.Fetch)] == [B0, B1][put:]
-
-
-def test_a_source_keeps_what_is_not_acknowledged_and_lets_go_early_under_put() -> None:
-    for release, expected in (("put", 1), ("acknowledged", 0)):
-        sink = Sink("t0", 1, Journal(), release)
-        sink.tell(m.SinkStateWanted("t0", 3))
-        (fetch,) = sink.assign_all([m.Assignment("t0", 1, 3, (make_origin(B0, 1, 0),))])
-        assert isinstance(fetch, m.Fetch)
-        sink.fetched(m.Fetched("t0", 1, (make_origin(B0, 1, 0),), (), (1, 1), fetch.number))
-        sink.intend(0)
-        said = sink.settle()
-        assert sum(isinstance(each, m.Release) for each in said) == expected
-
-
-@pytest.mark.parametrize("announced_first", [False, True])
-def test_a_dead_sinks_debts_to_a_coordinator_are_placed_again(announced_first: bool) -> None:
-    origins = (make_origin(B0, 1, 0), make_origin(B0, 1, 1))
-    heads = pack(B0, *(head("q", 2, i, i)._replace(round=1) for i in range(2)))
-    made = Coordinator(4, [B0], ["t0", "t1"])
-    made.begin()
-    if announced_first:
-        made.announced(m.Announcement(B0, (1, 0), True, heads, (4, 0)), 0.0)
-    made.sink_state(m.SinkState("t0", 1, 4, frozenset(), frozenset(origins)), 0.0)
-    made.sink_state(m.SinkState("t1", 1, 4, frozenset(), frozenset()), 0.0)
-    assert made.announced(m.Announcement(B0, (1, 1), True, heads, (4, 0)), 0.0) == []
-    (asked,) = made.sink_state(m.SinkState("t0", 2, 4, frozenset(), frozenset()), 0.0)
-    assert asked == m.Subscription(B0, 4, 1)
-    # Announcements before the question may name records released meanwhile.
-    assert made.announced(m.Announcement(B0, (1, 2), True, heads, (4, 0)), 0.0) == []
-    assert made.ask_sources_again() == [asked]
-    (placed,) = made.announced(m.Announcement(B0, (1, 3), True, heads, (4, 1)), 0.0)
-    assert isinstance(placed, m.Assignment) and placed.origins == origins
-    assert not made.orphans and not made.taken
-
-
-def test_what_a_sink_gives_back_that_an_earlier_coordinator_had_assigned_is_placed_again() -> None:
-    made = Coordinator(4, [B0], ["t0"])
-    made.begin()
-    gone, rest = make_origin(B0, 1, 0), make_origin(B0, 1, 1)
-    made.sink_state(m.SinkState("t0", 1, 4, frozenset(), frozenset({gone, rest})), 0.0)
-    mine = pack(B0, head("q", 1, 0, 1))
-    made.announced(m.Announcement(B0, (1, 1), True, mine, (4, 0)), 0.0)
-    returned = m.Returned("t0", frozenset({(gone, (1, 1))}), frozenset({rest}))
-    (asked,) = made.returned(returned, 0.0)
-    assert asked == m.Subscription(B0, 4, 1)
-    answer = m.Announcement(B0, (1, 2), True, mine, (4, 1))
-    (placed,) = made.announced(answer, 0.0)
-    assert isinstance(placed, m.Assignment) and placed.origins == (rest,)

@@ -61,17 +61,6 @@ class Bench:
         return stash.open_groups == stash.open_records == stash.failures.records == 0
 
 
-def test_a_failed_sample_is_asked_for_alone_and_completes_its_group() -> None:
-    bench = Bench(sample_retries=2)
-    bench.add(sample(0), failure(1), sample(2), sample(3))
-    assert bench.wanted == [(1, 1)]
-    assert bench.requests[0].reason == "out of memory" and bench.requests[0].group_size == 4
-    assert bench.lease() == [] and bench.stash.open_records == 4
-    bench.add(sample(1))
-    assert bench.wanted == [] and bench.lease() == [[0, 1, 2, 3]]
-    assert bench.left == [("failed", [1])] and bench.empty
-
-
 @pytest.mark.parametrize("policy", ["drop", "partial"])
 def test_a_sample_that_fails_for_good_ends_its_group_when_the_others_are_there(policy: str) -> None:
     bench = Bench(sample_retries=1, on_failure=policy)
@@ -91,14 +80,6 @@ def test_a_sample_that_fails_for_good_ends_its_group_when_the_others_are_there(p
         bench.release_discarded()
         assert bench.left[1:] == [("failed", [1])]
     assert bench.stash.given_up == 1 and bench.empty
-
-
-def test_a_prompt_that_fails_wholly_is_given_up_and_no_other_is() -> None:
-    bench = Bench(on_failure="partial")
-    bench.add(failure(0), sample(0, "b"), failure(1), failure(2), failure(3), sample(1, "b"))
-    assert bench.left == [("failed", [0, 1, 2, 3])] and bench.stash.given_up == 1
-    bench.add(sample(2, "b"), sample(3, "b"))
-    assert bench.lease() == [[0, 1, 2, 3]] and bench.empty
 
 
 def test_failures_in_one_call_keep_their_order_among_samples() -> None:
@@ -131,32 +112,6 @@ def test_reports_of_an_attempt_that_is_over_use_up_nothing() -> None:
     assert bench.wanted == [(1, 1)] and bench.left == [("failed", [1])] * 2
     bench.add(failure(1, attempt=1), failure(1, attempt=1), failure(1))
     assert bench.wanted == [(1, 2)] and bench.stash.open_records == 1
-
-
-def test_a_request_that_nobody_answers_is_a_failed_attempt() -> None:
-    bench = Bench(sample_retries=2, retry_timeout_s=10)
-    bench.add(sample(0), failure(1), sample(2), sample(3))
-    bench.wait(1000)  # unpublished: no producer could answer
-    assert bench.wanted == [(1, 1)] and bench.stash.next_deadline_s() == bench.now + 10
-    bench.wait(9)
-    assert bench.wanted == [(1, 1)]
-    bench.wait(1)
-    assert bench.wanted == [(1, 2)] and "10 s after it was asked" in bench.requests[0].reason
-    bench.wait(10)
-    assert bench.wanted == [] and bench.stash.given_up == 1
-    assert bench.left == [("failed", [0, 2, 3, 1])] and bench.empty
-
-
-def test_who_takes_it_and_dies_uses_up_an_attempt() -> None:
-    bench = Bench(sample_retries=2)
-    bench.add(sample(0), failure(1), sample(2), sample(3))
-    first = bench.requests[0]
-    bench.stash.fail_request(first, "producer 7 died", bench.now)
-    assert bench.wanted == [(1, 2)] and bench.requests[0].reason == "producer 7 died"
-    bench.stash.fail_request(first, "again", bench.now)  # of a finished request
-    assert bench.wanted == [(1, 2)]
-    bench.stash.fail_request(bench.requests[0], "producer 8 died", bench.now)
-    assert bench.wanted == [] and bench.stash.given_up == 1 and bench.stash.open_groups == 0
 
 
 @pytest.mark.parametrize("policy", ["drop", "partial"])

@@ -11,8 +11,6 @@ from stash_samples import Sample
 
 from shmbus_ext._core import (
     REFUSED_DUPLICATE,
-    REFUSED_GROUP_SIZE,
-    REFUSED_SURPLUS,
     GroupEntry,
     GroupTable,
 )
@@ -86,18 +84,6 @@ def test_rows_are_found_wherever_in_memory_they_lie() -> None:
         ]
 
 
-def test_another_width_is_refused_and_a_finished_round_is_not_begun_again() -> None:
-    rows: GroupTable[Sample] = GroupTable(judged=True)
-    assert put(rows, Sample("a", 3, 0)) == []
-    other = Sample("a", 300, 299)
-    assert put(rows, other) == [(REFUSED_GROUP_SIZE, other)]
-    [row] = put(rows, Sample(("a", 1), 1, 0))
-    assert isinstance(row, GroupEntry)
-    assert rows.recent == {("a", 1): None}
-    again = Sample(("a", 1), 1, 0)
-    assert put(rows, again) == [(REFUSED_SURPLUS, again)]
-
-
 @pytest.mark.parametrize("width", [2, 300])
 def test_the_table_holds_one_reference_to_a_sample_and_lets_it_go(width: int) -> None:
     sample = Sample("a" * 40, width, 0)
@@ -150,12 +136,6 @@ def test_a_sample_that_makes_no_sense_raises_and_the_table_goes_on(
     assert rows.cells == 0
     assert put(rows, Sample("c", 2, 0), Sample("c", 2, 1)) == []
     assert (rows.cells, rows.ready_groups) == (0, 1)
-
-
-def test_there_is_no_oldest_of_nothing() -> None:
-    rows: GroupTable[Sample] = GroupTable()
-    with pytest.raises(SystemError):
-        rows.take_oldest()
 
 
 def test_a_row_ends_once_and_where_it_was_leased() -> None:

@@ -54,41 +54,6 @@ def counts(stash: Stash[Sample]) -> tuple[int, int, int, int, int, int]:
     )
 
 
-# --- completion and leases
-
-
-def test_a_group_is_complete_when_its_last_index_comes_in() -> None:
-    stash = stash_with()
-    samples = group_of("a", 3)
-    stash.add([samples[2], samples[0]], 0.0)
-    assert stash.lease(10) == []
-    assert counts(stash) == (1, 2, 0, 0, 0, 0)
-    stash.add([samples[1]], 0.0)
-    [group] = stash.lease(10)
-    assert group.samples == samples
-    assert counts(stash) == (0, 0, 0, 0, 1, 3)
-
-
-def test_a_group_of_one_is_complete_at_once() -> None:
-    stash = stash_with()
-    stash.add([Sample("a", 1)], 0.0)
-    assert keys(stash.lease(1)) == ["a"]
-
-
-def test_a_group_is_leased_until_its_lease_ends_and_not_before() -> None:
-    stash = stash_with()
-    other = stash_with()
-    stash.add(group_of("a"), 0.0)
-    other.add(group_of("a"), 0.0)
-    [group] = stash.lease(1)
-    [foreign] = other.lease(1)
-    assert stash.is_leased(group)
-    assert not stash.is_leased(foreign)
-    stash.end_lease(group)
-    assert not stash.is_leased(group)
-    assert counts(stash) == (0, 0, 0, 0, 0, 0)
-
-
 # --- mistakes of producers
 
 
@@ -132,16 +97,6 @@ def test_a_clock_that_goes_back_ends_nothing() -> None:
     stash.add([Sample("a")], 100.0)
     stash.expire(-100.0)
     assert stash.open_groups == 1
-
-
-# --- filters of whole groups
-
-
-def test_taking_the_discards_forgets_them() -> None:
-    stash = stash_with()
-    stash.add([Sample("a"), Sample("a")], 0.0)
-    assert len(stash.take_discards()) == 1
-    assert stash.take_discards() == []
 
 
 def test_waiting_samples_are_all_those_that_nobody_leases_oldest_group_first() -> None:
@@ -308,6 +263,7 @@ class StashMachine(RuleBasedStateMachine):
             self.model.ready.insert(0, samples)
         else:
             self.stash.end_lease(group)
+        assert not self.stash.is_leased(group)
 
     @invariant()
     def agree(self) -> None:

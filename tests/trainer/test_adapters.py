@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import wait_until
 
 import shmbus
 from trainer_adapter.adapters.atropos import AtroposTrainer, ShmbusEnv
@@ -237,16 +236,6 @@ def test_the_next_slime_call_acks_whole_groups(bus: shmbus.Bus, producer: shmbus
     again.close()
 
 
-def test_a_repeated_uid_completes_no_group(bus: shmbus.Bus, producer: shmbus.Producer) -> None:
-    rollouts = SlimeRollouts(bus.name, 2, SlimeSample)
-    for _ in range(2):
-        put_sample(producer, item("a", 0))
-    assert rollouts.take(1, timeout=0.05) == []
-    put_sample(producer, item("a", 1))
-    assert len(rollouts.take(1, timeout=10)[0]) == 2
-    rollouts.close()
-
-
 def test_a_sample_that_slime_refuses_is_dropped(bus: shmbus.Bus, producer: shmbus.Producer) -> None:
     rollouts = SlimeRollouts(bus.name, 2, SlimeSample)
     put_sample(producer, item("a", 0))
@@ -297,27 +286,3 @@ def test_the_rollout_function_answers_as_slime_calls_it(
         generate_rollout(args, 0, None, evaluation=True)
     assert slime_rollouts._rollouts is not None
     slime_rollouts._rollouts.close()
-
-
-def test_what_is_no_sample_is_refused(producer: shmbus.Producer) -> None:
-    with pytest.raises(ValueError, match="instance_id: expected"):
-        put_sample(producer, {"reward": 1.0})
-    with pytest.raises(ValueError, match="reward: expected a finite number"):
-        put_sample(producer, item("a", 0, reward=float("nan")))
-
-
-def test_items_come_back_as_they_were_written(bus: shmbus.Bus, producer: shmbus.Producer) -> None:
-    item_of = slime_rollouts.item_of
-    items = [
-        item("a", 0), item("b", 0, tokens=[], loss_mask=[True, 2], rollout_log_probs=[1, -0.5]),
-        {"instance_id": 7, "reward": {"math": 1.0}, "tokens": [2**62], "nested": {"x": [None]}},
-    ]  # fmt: skip
-    with shmbus.Consumer(bus.name) as consumer:
-        for each in items:
-            put_sample(producer, each)
-        groups = wait_until(lambda: consumer.take(8, timeout=0.1))
-        found = [item_of(group) for group in groups]
-        consumer.ack(groups)
-    assert found == items
-    assert [list(each) for each in found] == [list(each) for each in items]
-    assert found[1]["loss_mask"][0] is True

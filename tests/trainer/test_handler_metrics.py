@@ -22,7 +22,7 @@ from shmbus.daemon.metrics import BusCollector
 from shmbus.data.status_types import MismatchStatus
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
-from trainer_adapter import LogprobMismatch, OnlineDataHandler, ScoredGroup
+from trainer_adapter import LogprobMismatch, OnlineDataHandler
 from trainer_adapter.handler.metrics import KINDS, PENDING_BATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,42 +182,20 @@ def test_noted_differences_are_averaged_for_the_logger_and_the_newest_is_seen_be
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_filter_drops_groups_and_counts_them(bus: Bus, producer: Producer, prefetch: int) -> None:
-    def keep(group: ScoredGroup) -> bool:
-        return bool(group.lengths.sum() > 10 and not group.truncated.all())
-
+def test_useless_groups_are_counted(bus: Bus, producer: Producer, prefetch: int) -> None:
     with OnlineDataHandler(
-        bus.name, groups_per_batch=1, keep_group=keep, prefetch=prefetch, skip_zero_variance=True
+        bus.name, groups_per_batch=1, prefetch=prefetch, skip_zero_variance=True
     ) as handler:
         assert handler.refill == 0
-        put(producer, "short", [1.0, 0.0])
         put(producer, "level", [1.0, 1.0, 1.0, 1.0])
         put(producer, "long", [1.0, 0.0, 0.0])
         batch = handler.next_batch(10)
         assert set(batch.instance_ids) == {"long"}
         handler.ack(batch)
-        assert handler.stats().dropped == {"filtered": 2, "zero_variance": 4}
-        assert handler.refill == producer.groups_dropped == 2
-        assert handler.metrics()["refill/groups"] == 2
+        assert handler.stats().dropped == {"zero_variance": 4}
+        assert handler.refill == producer.groups_dropped == 1
+        assert handler.metrics()["refill/groups"] == 1
         assert handler.metrics()["refill/groups"] == 0
-        put(producer, "cut", [1.0, 0.0, 0.0], meta={"finish_reason": "length"})
-        with pytest.raises(TimeoutError, match="5 filtered"):
-            handler.next_batch(0.2)
-        assert handler.refill == 3
-
-
-def test_a_filter_without_its_value_drops_the_group(bus: Bus, producer: Producer) -> None:
-    def keep(group: ScoredGroup) -> bool:
-        return bool(group.rewards("exact").any())
-
-    put(producer, "a", [1.0, 0.0])
-    put(producer, "b", [1.0, 0.0], meta={"exact": 1.0})
-    with OnlineDataHandler(bus.name, groups_per_batch=1, keep_group=keep) as handler:
-        with pytest.raises(ValueError, match="group 'a', sample 0: expected a reward 'exact'"):
-            handler.next_batch(10)
-        assert handler.next_batch(10).instance_ids == ["b", "b"]
-        assert handler.stats().dropped == {"malformed": 2}
-        assert handler.refill == 1
 
 
 def test_an_iteration_may_follow_a_timed_out_one(bus: Bus, producer: Producer) -> None:

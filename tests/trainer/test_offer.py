@@ -134,8 +134,8 @@ ENDS: dict[str, tuple[Callable[[Producer, shmbus.Request], None], dict[str, Any]
         {"skip_zero_variance": True},
     ),
     "filtered": (
-        lambda producer, request: answer(producer, request, meta={"bad": 1}),
-        {"keep_group": lambda group: not any(meta for meta in group.metas)},
+        lambda producer, request: answer(producer, request, score=None),
+        {"score_group": lambda group: None},
     ),
     "truncated": (
         lambda producer, request: answer(producer, request, meta={"finish_reason": "length"}),
@@ -159,7 +159,7 @@ def test_a_group_that_ends_otherwise_than_trained_is_replaced(
 
     if served:
         flags: list[str] = []
-        for name in sorted(options.keys() - {"keep_group", "truncated"}):
+        for name in sorted(options.keys() - {"score_group", "truncated"}):
             flags += [f"--{name.replace('_', '-')}", str(options[name])]
         daemon(*[flag for flag in flags if flag != "True"])
     with (

@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import random
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +14,9 @@ import doc_pages
 import msgspec
 import numpy as np
 import pytest
-from conftest import Spawner
 from published_prime_rl import PUBLISHED, PayloadSegment, RoutedExperts, SamplingMask, installed
 
 import shmbus
-from shmbus import BusBusyError, PeerGoneError
 from shmbus.channel import StepOrderError, unlink_channel
 
 EXAMPLES = str(Path(__file__).resolve().parents[2] / "examples")
@@ -159,34 +155,6 @@ def test_a_step_that_was_not_followed_by_another_comes_again(run: str) -> None:
         sender.close()
 
 
-DYING = """
-import asyncio, sys, time
-sys.path[:0] = [{tests!r}, {examples!r}]
-from published_prime_rl import installed
-import prime_rl_transport as prime_rl
-with installed("0f59b24") as theirs:
-    sender = prime_rl.ShmbusBatchSender({run!r}, 1)
-    kind = theirs.MicroBatch
-    asyncio.run(sender.send([[kind([3], [True], [0.5], [-1.0], [0], [1], [1.0], ["e"], [1])]]))
-    print("sent")
-    time.sleep(600)
-"""
-
-
-def test_a_killed_peer_ends_waits(run: str, spawn: Spawner, request: pytest.FixtureRequest) -> None:
-    child = spawn.script(DYING.format(tests=str(request.path.parent), examples=EXAMPLES, run=run))
-    child.expect("sent")
-    with installed("0f59b24") as theirs:
-        receiver = prime_rl.ShmbusBatchReceiver(run, 0, micro_batch=theirs.MicroBatch)
-        receiver.wait()
-        child.send_signal(signal.SIGKILL)
-        child.popen.wait()
-        assert receiver.receive()[0].input_ids.tolist() == [3], "what was sent is whole"
-        with pytest.raises(PeerGoneError):
-            receiver.receive()
-        receiver.close()
-
-
 def receiver(run: str, kind: Any, rank: int, reader: int = 0) -> Any:
     return prime_rl.ShmbusBatchReceiver(run, rank, micro_batch=kind, reader=reader)
 
@@ -210,33 +178,6 @@ def test_a_trainer_that_asks_for_a_slice_that_is_not_sent_is_refused(run: str) -
             end.close()
 
 
-def test_two_trainers_of_one_slice_are_not_both_served(run: str) -> None:
-    with installed("0f59b24") as theirs:
-        sender = prime_rl.ShmbusBatchSender(run, 1)
-        first, second = (receiver(run, theirs.MicroBatch, 0) for _ in range(2))
-        assert not first.can_receive()
-        with pytest.raises(BusBusyError, match="has a living receiver"):
-            second.wait()
-        for end in (sender, first, second):
-            end.close()
-
-
-def test_other_old_ranks_are_fine(run: str, spawn: Spawner, request: pytest.FixtureRequest) -> None:
-    child = spawn.script(DYING.format(tests=str(request.path.parent), examples=EXAMPLES, run=run))
-    child.expect("sent")
-    child.send_signal(signal.SIGKILL)
-    child.popen.wait()
-    with installed("0f59b24") as theirs:
-        mine = receiver(run, theirs.MicroBatch, 1)
-        assert not mine.can_receive()
-        unlink_channel(f"{run}.rank0.0")
-        sender = prime_rl.ShmbusBatchSender(run, RANKS)
-        asyncio.run(sender.send([[small(theirs.MicroBatch, rank)] for rank in range(RANKS)]))
-        assert int(mine.receive()[0].input_ids[0]) == 1
-        for end in (sender, mine):
-            end.close()
-
-
 def test_micro_batches_of_another_version_are_refused_by_their_fields(run: str) -> None:
     kinds = []
     for commit in ("0f59b24", "559b447"):
@@ -250,27 +191,6 @@ def test_micro_batches_of_another_version_are_refused_by_their_fields(run: str) 
         other.wait()
     for end in (sender, other):
         end.close()
-
-
-def test_the_log_says_what_a_trainer_waits_for(
-    run: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prime_rl, "_NOTE_S", 0.0)
-    monkeypatch.setattr(prime_rl, "_LOOK_S", 0.02)
-    with installed("0f59b24") as theirs:
-        lost = receiver(run, theirs.MicroBatch, 0)
-        sending = threading.Timer(0.2, lambda: senders.append(prime_rl.ShmbusBatchSender(run, 1)))
-        senders: list[Any] = []
-        sending.start()
-        waiting = threading.Thread(target=lost.wait)
-        waiting.start()
-        sending.join()
-        asyncio.run(senders[0].send([[small(theirs.MicroBatch, 3)]]))
-        waiting.join(30)
-        assert lost.receive()[0].input_ids.tolist() == [3]
-        for end in (*senders, lost):
-            end.close()
-    assert f"step 0 of data rank 0 has not come: its channel '{run}.rank0.0' is not" in caplog.text
 
 
 def test_the_page_replaces_the_transport(commit: str, run: str) -> None:

@@ -18,7 +18,6 @@ from conftest import Daemon, keys_of
 import shmbus
 from shmbus import Bus, Consumer, Producer, UnscoredError
 from trainer_adapter import OnlineDataHandler, pack
-from trainer_adapter.scored_group import ScoredGroup
 
 SIZE = 2
 
@@ -162,23 +161,19 @@ def test_an_answer_without_scores_loses_nothing(bus: Bus, producer: Producer, gi
 
 
 def test_unscorable_and_useless_groups_are_sampled_anew(bus: Bus, producer: Producer) -> None:
-    answers = {"useless": [1.0, 1.0], "unfit": None, "good": [0.0, 1.0], "refused": [5.0, 6.0]}
+    answers = {"useless": [1.0, 1.0], "unfit": None, "good": [0.0, 1.0]}
     for key in answers:
         put(producer, key)
-
-    def keep_group(group: ScoredGroup) -> bool:
-        return bool(group.scores.max() < 5)
 
     with OnlineDataHandler(
         bus.name,
         groups_per_batch=1,
         score_group=lambda group: answers[group.instance_id],
-        keep_group=keep_group,
         skip_zero_variance=True,
     ) as handler:
         assert keys_of(handler.next_batch(30)) == ["good"]
-        assert handler.refill == 3
-        assert handler.stats().dropped["filtered"] == 3 * SIZE
+        assert handler.refill == 2
+        assert handler.stats().dropped["filtered"] == 2 * SIZE
 
 
 def test_evaluations_are_scored_and_survive_an_error(bus: Bus, producer: Producer) -> None:

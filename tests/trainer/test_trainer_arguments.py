@@ -62,7 +62,6 @@ REFUSED: list[tuple[Call, str]] = [
     (packed(fields={}), "TypeError: fields: expected FieldNames, got dict"),
     (lambda g: pack([]), "ValueError: at least one group, got none"),
     (handler(world_size=2, truncated="drop"), "ValueError: truncated: .*several ranks, got 'drop'"),
-    (handler(world_size=2, keep_group=bool), "ValueError: keep_group: expected none with several"),
     (handler(extra_fields={"x": "tokn"}), "ValueError: did you mean 'token'"),
     (handler(extra_fields={"x": 3}), "TypeError: expected a kind or an ExtraField, got 3"),
     *(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import together
 from fused_model import FusedModel, Shape, checkpoint
-from weight_models import published
 
 from shmbus.weights import (
     ExportedSource,
@@ -21,7 +20,6 @@ from shmbus.weights import (
     ShardedSource,
     WeightPublisher,
     WeightSubscriber,
-    module_shards,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -173,17 +171,6 @@ def test_a_rank_that_has_other_shards_than_it_said_publishes_nothing(bus_name: s
             publisher.publish(version=2)
         with WeightSubscriber(bus_name) as subscriber, subscriber.latest(timeout=5) as weights:
             assert weights.version == 1
-
-
-def test_a_module_is_its_own_shards(bus_name: str) -> None:
-    model = torch.nn.Linear(4, 3)
-    with published(bus_name, ShardedSource(lambda: module_shards(model))) as (
-        publisher,
-        subscriber,
-    ):
-        publisher.publish(version=1)
-        with subscriber.latest(timeout=5) as weights:
-            assert torch.equal(weights["weight"], model.weight)
 
 
 def test_ranks_share_out_what_is_exported_and_notice_what_is_another(seed: int) -> None:

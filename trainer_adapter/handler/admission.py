@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from itertools import islice
 from typing import Literal
-
-import numpy as np
 
 import shmbus
 from shmbus.base.arguments import check_count
@@ -32,7 +29,6 @@ from trainer_adapter.batches.extra_fields import ExtraFields
 from trainer_adapter.batches.sample_flags import Stale, Truncated, is_truncated
 from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.unread_fields import UnreadFields
-from trainer_adapter.scored_group import ScoredGroup
 
 __all__ = ["Admission", "SampleAge"]
 
@@ -79,7 +75,6 @@ class Admission:
         truncated: Truncated,
         max_policy_lag: int | None,
         extra_fields: ExtraFields,
-        keep_group: Callable[[ScoredGroup], object] | None = None,
     ) -> None:
         self._consumer = consumer
         self._planner = planner
@@ -89,7 +84,6 @@ class Admission:
         self._truncated = truncated
         self._max_policy_lag = max_policy_lag
         self._extra_fields = extra_fields
-        self._keep_group = keep_group
         self._unread = UnreadFields(fields, extra_fields.sources)
         self._with_logprobs = False
         self.trained: set[bytes] = set()
@@ -188,19 +182,7 @@ class Admission:
         if self._tokens_per_batch is not None and measured.longest > self._tokens_per_batch:
             check_lengths(measured.trajectories, lengths, self._tokens_per_batch)
         left = iter(lengths)
-        if self._keep_group is None:
-            return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
-        pairs = [(group, [*islice(left, len(group.trajectories))]) for group in groups]
-        useless = [group for group, own in pairs if not self._keeps(group, own)]
-        if useless:
-            self._consumer.drop(useless, reason="filtered")
-        return [(group, sum(own)) for group, own in pairs if group.state == "leased"]
-
-    def _keeps(self, group: shmbus.Group, lengths: list[int]) -> bool:
-        assert self._keep_group is not None
-        samples = group.trajectories
-        scores = np.array([t.score for t in samples], np.float64)
-        return bool(self._keep_group(ScoredGroup.of(scores, samples, lengths)))
+        return [(group, sum(islice(left, len(group.trajectories)))) for group in groups]
 
 
 def _leased(groups: list[shmbus.Group]) -> list[shmbus.Group]:

@@ -18,7 +18,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
@@ -72,7 +72,6 @@ from trainer_adapter.handler.take import (
     take_until_due,
 )
 from trainer_adapter.mismatch import LogprobMismatch
-from trainer_adapter.scored_group import ScoredGroup
 
 if TYPE_CHECKING:
     # Not a runtime dependency; typing exports Unpack from Python 3.11 on.
@@ -145,10 +144,6 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         Further fields for `Batch.extra`: "token" (a row per token), "ragged" (rows joined),
         "sequence" (an array per sample, stacked) or "meta" (a value of the meta). `ExtraField` sets
         dtype, shape, and a fill for a sample without the field; else such a group is malformed.
-    keep_group : callable, optional
-        Called with each group as a `ScoredGroup`. A false result drops the group, counts it as
-        "filtered", and adds one to the groups to sample. For filters beyond equal scores, dropped
-        earlier by `skip_zero_variance`. Single rank only. A ValueError makes the group malformed.
     pack_threads : int, optional
         Threads for copying a batch on the host, the packing thread included; by default a fourth of
         this rank's processors, at most 4. They wait, parked, between batches.
@@ -207,7 +202,6 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         prefetch: int = 0,
         progress: bool | TextIO = False,
         extra_fields: GivenExtraFields | None = None,
-        keep_group: Callable[[ScoredGroup], object] | None = None,
         pack_threads: int | None = None,
         score_group: ScoreGroup | None = None,
         annotate_group: AnnotateGroup | Sequence[AnnotateGroup] | None = None,
@@ -219,7 +213,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
             layout=layout, malformed=malformed, truncated=truncated, stale_samples=stale_samples
         )
         check_consumer_options(consumer_options, OnlineDataHandler)
-        check_for_ranks(world_size, truncated, keep_group)
+        check_for_ranks(world_size, truncated)
         max_wait_s = checked_max_wait(max_wait, tokens_per_batch)
         on_device = check_packing(device, fields, advantages, prefetch)
         self.tokens_per_batch = tokens_per_batch
@@ -295,7 +289,6 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
                 # A shard never changes: every rank makes the same number of batches.
                 max_policy_lag=None if world_size > 1 else max_policy_lag,
                 extra_fields=options["extra_fields"],
-                keep_group=keep_group,
             )
             self._metrics = HandlerMetrics(
                 self._consumer,
@@ -841,7 +834,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         """Training groups dropped since the handler was made: the number to replace.
 
         Every reason counts, on the whole bus: failed, late, stale, too many, malformed, truncated,
-        without variance, refused by `keep_group` or `score_group`. `offer` replaces them itself;
+        without variance, refused by `score_group`. `offer` replaces them itself;
         workers with their own choice of prompts read the same count as `Producer.groups_dropped`.
         """
         return self._metrics.refill
