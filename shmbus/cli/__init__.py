@@ -1,14 +1,12 @@
 """The command line, ``shmbus COMMAND``: a file per command, with ``add_parser`` and ``run``.
 
-Other packages add commands by the entry-point group ``shmbus.commands``: the entry's name is the
+Upper packages add commands by the entry-point group ``shmbus.commands``: the entry's name is the
 command, its object a module with ``add_parser``. So nothing here imports upwards.
 
 Invariants:
 
 - Exit status: 0 success, 1 failure, 2 usage. A known failure prints its message, not a traceback.
-- An unloadable plug-in harms no other command: help lists the plug-in with the reason. A built-in
-  command loads no plug-in, and a plug-in cannot replace a built-in command.
-- A built-in command starts without the modules of other commands.
+- A built-in command starts without the modules of other commands, and cannot be replaced.
 """
 
 from __future__ import annotations
@@ -19,14 +17,10 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import shmbus
 from shmbus.base.format import with_notes
 from shmbus.cli._options import Commands, unknown_command
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 __all__ = ["main"]
 
@@ -51,7 +45,6 @@ _COMMANDS = {
     "colocate": "colocate",
     "bench": "bench",
 }
-_PLUGINS = "shmbus.commands"
 
 
 class _Help(argparse.HelpFormatter):
@@ -79,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for module in dict.fromkeys([_COMMANDS[words[0]]] if built_in else _COMMANDS.values()):
         importlib.import_module(f"{__name__}.{module}").add_parser(commands)
     if not built_in:
-        _add_plugins(commands)
+        _add_upper_commands(commands)
     for command in commands.choices.values():
         if command.formatter_class is argparse.HelpFormatter:
             command.formatter_class = _Help
@@ -112,37 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status
 
 
-def _add_plugins(commands: Commands) -> None:
+def _add_upper_commands(commands: Commands) -> None:
     import importlib.metadata
 
-    for entry in sorted(importlib.metadata.entry_points(group=_PLUGINS), key=lambda e: e.name):
-        if entry.name in commands.choices:
-            continue
-        try:
-            plugin = entry.load()
-            # A trial first: what raises half way must not leave half a command.
-            plugin.add_parser(argparse.ArgumentParser().add_subparsers())
-            plugin.add_parser(commands)
-        except Exception as error:  # foreign code may raise every exception
-            _add_broken(commands, entry, error)
-
-
-def _add_broken(commands: Commands, entry: EntryPoint, error: Exception) -> None:
-    """Add a command that only reports why its plug-in cannot be loaded."""
-    reason = f"{entry.value}: {type(error).__name__}: {error}"
-    parser = commands.add_parser(
-        entry.name,
-        help=f"cannot be loaded: {reason}".replace("%", "%%"),
-        # Every argument of the command, even for help, gets the reason.
-        add_help=False,
-        prefix_chars="\0",
-    )
-    parser.add_argument("options", nargs=argparse.REMAINDER)
-
-    def run(arguments: argparse.Namespace) -> int:
-        raise RuntimeError(
-            f"the package that adds this command cannot be loaded ({reason}); install it again, or "
-            "remove it"
-        )
-
-    parser.set_defaults(run=run)
+    entries = importlib.metadata.entry_points(group="shmbus.commands")
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        entry.load().add_parser(commands)

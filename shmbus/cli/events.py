@@ -45,10 +45,6 @@ def add_parser(commands: Commands) -> None:
         help=f"events to show at most (default {_DEFAULT_LIMIT})",
     )
     parser.add_argument(
-        "--after", metavar="N", type=int, default=0, help="only those behind event number N"
-    )
-    parser.add_argument("--without-groups", action="store_true", help="leave out group events")
-    parser.add_argument(
         "--follow", action="store_true", help="follow new events; with --json, one line per event"
     )
     parser.add_argument("--group", metavar="ID", help="the history of this group")
@@ -62,19 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_group(arguments)
     if arguments.follow:
         return _follow(arguments)
-    found = _read(arguments, arguments.after)
+    found = read_events(arguments.name, limit=arguments.limit)
     if arguments.json:
         print_json(found)
     else:
-        _print(found, arguments.after)
+        _print(found, 0)
     if found.problem:
         raise RuntimeError(found.problem)
     return 0
-
-
-def _read(arguments: argparse.Namespace, after: int) -> EventList:
-    groups = not arguments.without_groups
-    return read_events(arguments.name, after=after, limit=arguments.limit, groups=groups)
 
 
 def _print(found: EventList, after: int) -> None:
@@ -85,9 +76,9 @@ def _print(found: EventList, after: int) -> None:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    after = arguments.after
+    after = 0
     while True:
-        found = _read(arguments, after)
+        found = read_events(arguments.name, after=after, limit=arguments.limit)
         if found.problem:
             raise RuntimeError(found.problem)
         if arguments.json:

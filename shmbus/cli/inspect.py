@@ -34,14 +34,11 @@ def add_parser(commands: Commands) -> None:
         "a segment unusable by this version.",
         examples=[
             "shmbus inspect run1",
-            "shmbus inspect run1 --producer 3 --limit 100 --payload",
+            "shmbus inspect run1 --limit 100 --payload",
             "shmbus inspect run1 --groups 100 --json | jq '.groups[].cells'",
             "shmbus inspect run1 --json | jq '.runs[] | {extent, pinned_by}'",
         ],
         json=True,
-    )
-    parser.add_argument(
-        "--producer", metavar="N", type=int, help="only records of producer number N"
     )
     parser.add_argument(
         "--limit",
@@ -80,12 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the segment, or its groups; 1 for a damaged segment."""
     if arguments.groups is not None:
         return _run_groups(arguments)
-    found = inspect(
-        arguments.name,
-        producer=arguments.producer,
-        limit=arguments.limit,
-        payload=arguments.payload,
-    )
+    found = inspect(arguments.name, limit=arguments.limit, payload=arguments.payload)
     if arguments.json:
         print_json(found)
     else:

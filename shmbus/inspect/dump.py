@@ -104,9 +104,7 @@ class Inspection(msgspec.Struct, frozen=True):
     schema_problem: str = ""
 
 
-def inspect(
-    name: str, *, producer: int | None = None, limit: int = 20, payload: bool = False
-) -> Inspection:
+def inspect(name: str, *, limit: int = 20, payload: bool = False) -> Inspection:
     """Walk a segment."""
     with SegmentFile(name) as file:
         slots: list[SlotView] = []
@@ -116,20 +114,15 @@ def inspect(
         schema, schema_problem = None, ""
         if file.walkable:
             schema, schema_problem = read_schema(file)
-            slots = [s for s in _slots(file) if producer in (None, s.producer_id)]
-            # The collector's lane holds stragglers of every producer.
-            leased = [
-                run
-                for run in file.runs()
-                if producer in (None, run.producer_id) or run.slot == file.max_producers
-            ]
+            slots = _slots(file)
+            leased = file.runs()
             collects = file.collector_alive()
             for run in leased:
                 # All committed records, counted by their lane or not.
                 scan = file.scan(run, 2**64 - 1)
                 if not scan.changed:
                     runs.append(_run(file, run, scan, collects))
-            records, omitted = _records(file, leased, producer, limit, payload)
+            records, omitted = _records(file, leased, limit, payload)
         return Inspection(
             name=printable(name),
             path=printable(file.path),
@@ -206,7 +199,7 @@ def _run(file: SegmentFile, run: Run, scan: Scan, collects: bool) -> RunView:
 
 
 def _records(
-    file: SegmentFile, runs: list[Run], producer: int | None, limit: int, payload: bool
+    file: SegmentFile, runs: list[Run], limit: int, payload: bool
 ) -> tuple[list[RecordView], int]:
     shown: list[RecordView] = []
     omitted = 0
@@ -217,8 +210,6 @@ def _records(
             omitted += scan.reserved + scan.committed + scan.aborted + scan.released + scan.unknown
             continue
         for row in file.read_records(run, payload=payload):
-            if producer is not None and row.producer_id != producer:
-                continue
             if len(shown) < limit:
                 shown.append(_record(row, now))
             else:

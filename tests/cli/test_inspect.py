@@ -42,16 +42,12 @@ def test_inspect_shows_every_record_with_its_state_and_checks(bus_name: str) -> 
     assert "3 undelivered or unacknowledged" in pins
 
 
-def test_inspect_filters_and_limits_its_rows(bus_name: str, spawn: Spawner) -> None:
+def test_inspect_limits_its_rows(bus_name: str, spawn: Spawner) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
         put_group(producer, "mine")
         spawn.script(WORKER, bus_name, 5, "w").expect("ready")
         all_of_it = inspect(bus_name, limit=1000)
         assert len(all_of_it.records) == 25 and all_of_it.records_omitted == 0
-        theirs = inspect(bus_name, producer=2, limit=7)
-        assert [r.producer_id for r in theirs.records] == [2] * 7
-        assert theirs.records_omitted == 14
-        assert [slot.producer_id for slot in theirs.slots] == [2]
         text = cli("inspect", bus_name, "--limit", "3")
         assert text.status == 0
         assert "and 22 more" in text.out

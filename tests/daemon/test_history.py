@@ -114,7 +114,7 @@ def test_pauses_versions_and_trainers_are_told(bus_name: str, daemon: Start) -> 
     assert by_kind["trainer_came"].who.startswith("train.py (pid ")
 
 
-def test_the_command_says_the_same_and_goes_on_from_a_number(bus_name: str, daemon: Start) -> None:
+def test_the_command_says_the_same(bus_name: str, daemon: Start) -> None:
     daemon("--capacity", "2MiB")
     with Producer(bus_name) as producer, Consumer(bus_name) as taker:
         put(producer, "q", range(4))
@@ -122,8 +122,8 @@ def test_the_command_says_the_same_and_goes_on_from_a_number(bus_name: str, daem
         found = cli("events", bus_name, "--json").json()
         assert found["events"][-1]["kind"] == "leased"
         group.ack()
-        newer = cli("events", bus_name, "--json", "--after", str(found["newest"])).json()
-        assert [event["kind"] for event in newer["events"]] == ["acknowledged"]
+        newer = cli("events", bus_name, "--json").json()
+        assert newer["events"][-1]["kind"] == "acknowledged"
         assert "q  acknowledged by" in cli("events", bus_name).out
         told = cli("events", bus_name, "--group", "q", "--json").json()
         assert (told["state"], told["source"]) == ("gone", "daemon")

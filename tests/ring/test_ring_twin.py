@@ -1,7 +1,7 @@
 """The bus beside a twin in plain Python: after any acts in any order, both agree.
 
 Real producers and consumers, attached and closed at will, over a small bus; groups of one, to show
-the fate of each record. The last part resumes a handler from checkpoints at any point.
+the fate of each record.
 """
 
 import itertools
