@@ -42,7 +42,8 @@ class Child:
             status = 1
             try:
                 _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                os.environ["SHMBUS_FAILPOINT"] = failpoint
+                if failpoint:
+                    os.environ["SHMBUS_FAILPOINT"] = failpoint
                 program()
                 status = 0
             except BaseException:

@@ -8,6 +8,7 @@ typedef int failpoints_are_for_tests;
 #ifdef SHMBUS_FAILPOINTS
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -37,9 +38,13 @@ void failpoint_passed(const char *name) {
     if (atomic_exchange(&parsed_in, getpid()) != getpid()) {
         parse();
     }
-    if (target_hit > 0 && strcmp(name, target) == 0 &&
-        atomic_fetch_add(&hits, 1) + 1 == target_hit) {
-        kill(getpid(), target_signal);
+    bool any = strcmp(target, "any") == 0;
+    if (target_hit > 0 && (any || strcmp(name, target) == 0)) {
+        long hit = atomic_fetch_add(&hits, 1) + 1;
+        if (!any && hit == target_hit) {
+            kill(getpid(), target_signal);
+        }
+        usleep(any && hit % target_hit == 0 ? (useconds_t)(hit * 7919 % 3000) : 0);
     }
 }
 #endif

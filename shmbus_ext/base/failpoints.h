@@ -2,8 +2,8 @@
  *
  * In a build with SHMBUS_FAILPOINTS=1 (setup.py), the environment variable SHMBUS_FAILPOINT holds
  * NAME:HIT:kill or NAME:HIT:stop. On pass HIT through point NAME, counted from 1, the process sends
- * itself SIGKILL or SIGSTOP. The first point passed reads the variable. Other builds compile points
- * to nothing. */
+ * itself SIGKILL or SIGSTOP. any:HIT:delay delays each HIT-th pass through the points. The first
+ * point passed reads the variable. Other builds compile points to nothing. */
 #ifndef SHMBUS_BASE_FAILPOINTS_H
 #define SHMBUS_BASE_FAILPOINTS_H
 

@@ -15,13 +15,15 @@ SECONDS = float(os.environ.get("SHMBUS_TEST_STORM", "20"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
+@pytest.mark.parametrize("delay", ["", "any:13:delay"])
 def test_a_second_fault_while_the_first_is_handled_loses_doubles_and_changes_nothing(
-    bus_name: str, seed: int, spawn: Spawner
+    bus_name: str, seed: int, spawn: Spawner, failpoint_build: Path, delay: str
 ) -> None:
-    path = [str(TESTS), str(TESTS / "recorder"), os.environ.get("PYTHONPATH", "")]
-    program = spawn.file(
-        TESTS / "process" / "second_fault.py", bus_name, PAIRS, SECONDS, seed,
-        env={"PYTHONPATH": os.pathsep.join(path)},
+    path = [str(failpoint_build)] * bool(delay)
+    path += [*map(str, (TESTS, TESTS / "process", TESTS / "recorder"))]
+    program = spawn.module(
+        "second_fault", bus_name, PAIRS, SECONDS, seed, fresh=True,
+        env={"PYTHONPATH": os.pathsep.join(path), "SHMBUS_FAILPOINT": delay},
     )  # fmt: skip
     said = program.finish(SECONDS + 280)
     (line,) = (line for line in said.splitlines() if line.startswith('{"'))
