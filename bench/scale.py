@@ -285,10 +285,10 @@ def batches(size: int) -> float:
 
 
 def sessions(size: int) -> float:
-    """Check the open sessions of a recorder, as in its look twice a second."""
+    """Look at the open sessions of a recorder, as twice a second: seconds a checked session."""
     from shmbus.recorder.recorder import Recorder
     from shmbus.recorder.sessions import Place
-    from shmbus.recorder.settings import Settings
+    from shmbus.recorder.settings import SWEEP_SESSIONS, Settings
 
     with bus() as name, shmbus.Feeder(name) as feeder:
         recorder = Recorder(Settings(bus=name, engines=("http://127.0.0.1:9",), sessions=size))
@@ -299,7 +299,8 @@ def sessions(size: int) -> float:
             assert request is not None
             place = Place(request.instance_id, request.index, 64)
             recorder.sessions.open(place, request, True, time.monotonic())
-        found = least(lambda: recorder._check_some(time.monotonic()))
+        checked = min(size, SWEEP_SESSIONS)
+        found = least(lambda: recorder._check_some(time.monotonic()), checked)
         if len(recorder.sessions) != size:
             raise MeasurementError(f"expected {size} sessions, {len(recorder.sessions)} are open")
         recorder._file.close()
@@ -381,7 +382,7 @@ SCALES: Final = {
     "prompts": Scale("open prompts: a look", prompts, (128, 1024, 8192), (16, 128)),
     "retries": Scale("failed samples: one more", retries, (1000, 8000, 32_000), (200, 1000)),
     "batches": Scale("sequences: place one", batches, (3000, 10**4, 30_000, 10**5), (300, 3000)),
-    "sessions": Scale("sessions: a look", sessions, (64, 512, 4096), (16, 128)),
+    "sessions": Scale("sessions: check one of at most 512 a look", sessions, (64, 512, 4096), (16, 128)),
     "tensors": Scale("tensors: publish one", tensors, (100, 1000, 10**4), (10, 100)),
     "subscribers": Scale("subscribers: publish", subscribers, (1, 8, 32, 128), (1, 4)),
     "nodes": Scale("nodes: a hello", nodes, (4, 64, 256, 1000), (4, 32)),

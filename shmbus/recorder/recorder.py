@@ -13,8 +13,9 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -59,7 +60,7 @@ class Recorder:
         self.url = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Sessions not yet checked in this round.
-        self._unchecked: list[Session] = []
+        self._unchecked: Iterator[Session] = iter(())
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -108,16 +109,17 @@ class Recorder:
                 logger.exception("the sweep failed, and goes on")
 
     def _check_some(self, now_s: float) -> None:
-        left = self._unchecked or list(self.sessions)
-        self._unchecked = left[limits.SWEEP_SESSIONS :]
-        for session in left[: limits.SWEEP_SESSIONS]:
+        share = list(islice(self._unchecked, limits.SWEEP_SESSIONS))
+        if not share:
+            self._unchecked = iter(self.sessions)
+            share = list(islice(self._unchecked, limits.SWEEP_SESSIONS))
+        for session in share:
             self._check(session, now_s)
 
     def _write_note(self) -> None:
         if self.producer._segment.note_removal():
             raise shmbus.BusRemovedError(f"bus {self.settings.bus!r} was removed")
         now_s = time.monotonic()
-        open_now = list(self.sessions)
         running = [
             SessionNote(
                 instance_id=session.place.instance_id,
@@ -128,7 +130,7 @@ class Recorder:
                 calls=session.running,
                 engine="" if session.engine is None else session.engine.url,
             )
-            for session in open_now[: limits.SHOWN_SESSIONS]
+            for session in islice(self.sessions, limits.SHOWN_SESSIONS)
         ]
         engines = [
             EngineNote(
@@ -147,8 +149,8 @@ class Recorder:
                 url=self.url,
                 pid=os.getpid(),
                 token=self.settings.token,
-                sessions=len(open_now),
-                calls=sum(session.running for session in open_now),
+                sessions=len(self.sessions),
+                calls=self.calls.running,
                 drift=self.sessions.drift,
                 running=running,
                 engines=engines,
