@@ -401,8 +401,11 @@ enum request_feed request_offer(struct segment *segment, const struct request_of
 uint64_t request_free_bytes(const struct segment *segment) {
     const struct request_parts *parts = &segment->requests;
     uint64_t units = 0;
-    for (uint32_t at = 0; at < parts->unit_count; at++) {
-        units += !bit_is_set(parts->unit_bits, at);
+    for (uint32_t at = 0; at < parts->unit_count; at += 64) {
+        uint32_t left = parts->unit_count - at;
+        uint64_t free_bits = ~parts->unit_bits[at / 64];
+        units += (uint64_t)__builtin_popcountll(
+            left < 64 ? free_bits & ((UINT64_C(1) << left) - 1) : free_bits);
     }
     return units * SHMBUS_REQUEST_UNIT;
 }
