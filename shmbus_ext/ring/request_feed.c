@@ -332,7 +332,8 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     fresh.level = (uint16_t)offer->level;
     fresh.crc = request_row_crc(&fresh);
     atomic_store_explicit(&fresh.next, request_next_word(number, 0), memory_order_relaxed);
-    memcpy(&row->place, &fresh.place, sizeof fresh - offsetof(struct request_row, place));
+    memcpy(&row->place, &fresh.place,
+           offsetof(struct request_row, begun) - offsetof(struct request_row, place));
     uint8_t *data = parts->units + (uint64_t)first_unit * SHMBUS_REQUEST_UNIT;
     memcpy(data, offer->id, offer->id_bytes);
     memcpy(data + offer->id_bytes, offer->prompt, offer->prompt_bytes);
@@ -343,7 +344,7 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     }
     FAILPOINT("feed-written");
     /* SYNC: request-offered. The row is complete before it opens. */
-    atomic_store_explicit(&row->word, number << 2 | REQUEST_OPEN, memory_order_release);
+    request_change_word(parts, index, number << 2 | REQUEST_BUSY, number << 2 | REQUEST_OPEN);
     FAILPOINT("feed-open");
     append(parts, index, &fresh);
     atomic_store_explicit(&lane->offered, fresh.offered, memory_order_release);

@@ -523,7 +523,8 @@ void request_end(struct segment *segment, uint32_t index, uint64_t number) {
     shared->ended_given_up = row.group_size - shared->ended_done;
     FAILPOINT("request-ending");
     /* SYNC: request-ended. The counts of the samples precede a feeder's free of the row. */
-    swap(&shared->word, number << 2 | REQUEST_OPEN, number << 2 | REQUEST_ENDED);
+    request_change_word(&segment->requests, index, number << 2 | REQUEST_OPEN,
+                        number << 2 | REQUEST_ENDED);
     bell_ring(&segment->requests.lane->room, 1);
 }
 
