@@ -382,7 +382,7 @@ SCALES: Final = {
     "prompts": Scale("open prompts: a look", prompts, (128, 1024, 8192), (16, 128)),
     "retries": Scale("failed samples: one more", retries, (1000, 8000, 32_000), (200, 1000)),
     "batches": Scale("sequences: place one", batches, (3000, 10**4, 30_000, 10**5), (300, 3000)),
-    "sessions": Scale("sessions: check one of at most 512 a look", sessions, (64, 512, 4096), (16, 128)),
+    "sessions": Scale("sessions: check one", sessions, (64, 512, 4096), (16, 128)),
     "tensors": Scale("tensors: publish one", tensors, (100, 1000, 10**4), (10, 100)),
     "subscribers": Scale("subscribers: publish", subscribers, (1, 8, 32, 128), (1, 4)),
     "nodes": Scale("nodes: a hello", nodes, (4, 64, 256, 1000), (4, 32)),
