@@ -8,6 +8,7 @@ several tries, each size in a fresh process.
 import argparse
 import contextlib
 import ctypes
+import itertools
 import logging
 import math
 import os
@@ -90,9 +91,9 @@ def take(size: int) -> float:
 
 
 def stats(size: int) -> float:
-    """Read the ledger beside attached producers."""
+    """Read the ledger beside attached producers: seconds a producer's row."""
     with attached(size) as (_, consumer):
-        return least(consumer.stats)
+        return least(consumer.stats, size)
 
 
 def workers(size: int) -> float:
@@ -226,12 +227,18 @@ def retries(size: int) -> float:
 
 
 def prompts(size: int) -> float:
-    """Look for ended prompts among open prompts."""
+    """Offer a prompt beside open prompts, and count the open prompts."""
     with bus(request_capacity=8192 * size) as name, shmbus.Consumer(name) as consumer:
-        for round_ in range(size):
+        rounds = itertools.count()
+
+        def offer() -> int:
+            round_ = next(rounds)
             consumer.request("prompt", group_size=1, round=round_, prompt=X, timeout=1)
-        consumer.count_open_requests()
-        return least(consumer.count_open_requests)
+            return consumer.count_open_requests()
+
+        while offer() < size:
+            pass
+        return least(lambda: [offer() for _ in range(16)], 16)
 
 
 # -- trainers, agents, weights, nodes ----------------------------------------------------------
@@ -373,13 +380,13 @@ class Scale(NamedTuple):
 
 SCALES: Final = {
     "producers": Scale("producers: take a group", take, (16, 256, 1000, 4000), (4, 64)),
-    "stats": Scale("producers: stats()", stats, (16, 256, 1000, 4000), (4, 64)),
+    "stats": Scale("producers: stats(), a row", stats, (16, 256, 1000, 4000), (4, 64)),
     "workers": Scale("waiting workers: one, a second", workers, (8, 64, 256, 1000), (4, 16)),
     "admitted": Scale("waiting to begin: a group", admitted, (8, 64, 256, 1000), (4, 16)),
     "groups": Scale("open groups: complete one", groups, (10**3, 10**4, 10**5, 10**6), (100, 1000)),
     "dropped": Scale("open groups: drop one", dropped, (10**3, 10**4, 10**5, 10**6), (100, 1000)),
     "ranks": Scale("waiting ranks: a group", ranks, (2, 8, 32, 128), (2, 16)),
-    "prompts": Scale("open prompts: a look", prompts, (128, 1024, 8192), (16, 128)),
+    "prompts": Scale("open prompts: offer one", prompts, (128, 1024, 8192), (16, 128)),
     "retries": Scale("failed samples: one more", retries, (1000, 8000, 32_000), (200, 1000)),
     "batches": Scale("sequences: place one", batches, (3000, 10**4, 30_000, 10**5), (300, 3000)),
     "sessions": Scale("sessions: check one", sessions, (64, 512, 4096), (16, 128)),
