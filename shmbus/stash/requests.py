@@ -58,10 +58,9 @@ class Requests:
         return make_key(id_, round, _core.split_number(self._segment, split))
 
     def _find(self, key: Hashable) -> tuple[int, int] | None:
-        found = self._open.get(key)
-        if found is None:
+        if key not in self._open:
             self._learn()
-            found = self._open.get(key)
+        found = self._open.get(key)
         return found[0] if found else None
 
     def _learn(self) -> None:

@@ -272,20 +272,19 @@ static PyObject *py_request_changes(PyObject *Py_UNUSED(module), PyObject *args)
     uint32_t chunks = (parts->row_count + SHMBUS_REQUEST_CHUNK - 1) / SHMBUS_REQUEST_CHUNK;
     PyObject *now = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(chunks * sizeof(uint64_t)));
     PyObject *found = now == NULL ? NULL : PyList_New(0);
+    const uint64_t *then = seen.buf, *known = numbers.buf;
+    uint64_t *counts = now == NULL ? NULL : (uint64_t *)(void *)PyBytes_AS_STRING(now);
     for (uint32_t row = 0; found != NULL && row < parts->row_count; row++) {
-        size_t at = row / SHMBUS_REQUEST_CHUNK * sizeof(uint64_t);
+        uint32_t chunk = row / SHMBUS_REQUEST_CHUNK;
         if (row % SHMBUS_REQUEST_CHUNK == 0) {
-            uint64_t changes = request_changes(parts, row / SHMBUS_REQUEST_CHUNK);
-            memcpy(PyBytes_AS_STRING(now) + at, &changes, sizeof changes);
-            if (seen.len > 0 && changes != REQUEST_CHANGES &&
-                memcmp((char *)seen.buf + at, &changes, sizeof changes) == 0) {
+            counts[chunk] = request_changes(parts, chunk);
+            if (seen.len > 0 && counts[chunk] != REQUEST_CHANGES && counts[chunk] == then[chunk]) {
                 row += SHMBUS_REQUEST_CHUNK - 1;
                 continue;
             }
         }
-        uint64_t number = request_open_row(&segment->c, row), before;
-        memcpy(&before, (char *)numbers.buf + row * sizeof before, sizeof before);
-        if (number != before) {
+        uint64_t number = request_open_row(&segment->c, row);
+        if (number != known[row]) {
             py_list_add(&found, Py_BuildValue("(IK)", row, U64(number)));
         }
     }
