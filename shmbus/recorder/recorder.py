@@ -13,9 +13,8 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from http import HTTPStatus
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -60,7 +59,7 @@ class Recorder:
         self.url = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Sessions not yet checked in this round.
-        self._unchecked: Iterator[Session] = iter(())
+        self._unchecked: list[Session] = []
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -109,11 +108,9 @@ class Recorder:
                 logger.exception("the sweep failed, and goes on")
 
     def _check_some(self, now_s: float) -> None:
-        share = list(islice(self._unchecked, limits.SWEEP_SESSIONS))
-        if not share:
-            self._unchecked = iter(self.sessions)
-            share = list(islice(self._unchecked, limits.SWEEP_SESSIONS))
-        for session in share:
+        left = self._unchecked or list(self.sessions)
+        self._unchecked = left[limits.SWEEP_SESSIONS :]
+        for session in left[: limits.SWEEP_SESSIONS]:
             self._check(session, now_s)
 
     def _write_note(self) -> None:
@@ -130,7 +127,7 @@ class Recorder:
                 calls=session.running,
                 engine="" if session.engine is None else session.engine.url,
             )
-            for session in islice(self.sessions, limits.SHOWN_SESSIONS)
+            for session in list(self.sessions)[: limits.SHOWN_SESSIONS]
         ]
         engines = [
             EngineNote(

@@ -65,8 +65,7 @@ class Requests:
 
     def _learn(self) -> None:
         """Read new requests: always all rows up to a number, for the oldest of a key."""
-        # Feeders open rows singly, in the order of their numbers: rows before the last are open,
-        # and newer rows may lie in places that the look has passed.
+        # Rows before the last are open; newer rows may lie in places that the look has passed.
         last = _core.request_number(self._segment)
         seen, changed = _core.request_changes(self._segment, self._seen, self._numbers)
         for row, number in sorted(changed, key=lambda change: change[1]):

@@ -259,9 +259,8 @@ SEGMENT_FUNCTION(py_request_number, py_take_segment) {
         atomic_load_explicit(&segment->c.requests.lane->number, memory_order_acquire));
 }
 
-/* request_changes(segment, seen, numbers) -> (seen, changed): the changes of each chunk as bytes,
- * and (row, number) of rows whose open request, or 0, differs from `numbers` (a u64 per row). Skips
- * chunks without a change since `seen`; empty bytes skip none. */
+/* request_changes(segment, seen, numbers) -> (seen, changed): counts of the chunks' changes, and
+ * (row, number or 0) of rows unlike `numbers`, in chunks with a change since `seen` or b"". */
 static PyObject *py_request_changes(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     Py_buffer seen, numbers;
