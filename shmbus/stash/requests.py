@@ -71,10 +71,10 @@ class Requests:
         for row, number in sorted(changed, key=lambda change: change[1]):
             if number > last:
                 return
-            self._numbers[row] = number
             text = _core.request_text(self._segment, row, number) if number else None
             if text is not None:  # else the request has ended
                 self._open.setdefault(self._key(*text[:3]), []).append((row, number))
+            self._numbers[row] = number
         self._seen = seen
 
     def delivered(self, groups: list[_core.GroupEntry[_core.Trajectory]]) -> None:
