@@ -228,7 +228,7 @@ def retries(size: int) -> float:
 
 def prompts(size: int) -> float:
     """Offer a prompt beside open prompts, and count the open prompts."""
-    with bus(request_capacity=8192 * size) as name, shmbus.Consumer(name) as consumer:
+    with bus(request_capacity=8192 * (size + 64)) as name, shmbus.Consumer(name) as consumer:
         rounds = itertools.count()
 
         def offer() -> int:
