@@ -175,19 +175,23 @@ async def call_rows(engine: str, proxy: str, keys: list[str], rounds: int, pid: 
     return rows
 
 
-async def length_rows(proxy: str, keys: list[str], lengths: list[int], pid: int) -> list[Row]:
+async def length_rows(
+    engine: str, proxy: str, keys: list[str], lengths: list[int], pid: int
+) -> list[Row]:
     """Measure streams of any length, beside short calls of another session."""
     rows = []
     async with aiohttp.ClientSession(read_bufsize=1 << 18) as client:
         for length, key in zip(lengths, keys[1:], strict=False):
             message = {"role": "user", "content": "x"}
             body = {"model": "m", "messages": [message], "stream": True, "long_tokens": length}
-            waits: list[float] = []
+            ways: list[tuple[str, list[float]]] = [(proxy, []), (engine, [])]
             over = asyncio.Event()
 
-            async def others(waits: list[float] = waits, over: asyncio.Event = over) -> None:
+            async def others(
+                ways: list[tuple[str, list[float]]] = ways, over: asyncio.Event = over
+            ) -> None:
                 while not over.is_set():
-                    waits.append(await one(client, proxy, keys[0], False))
+                    await caller(client, ways, keys[0], 1, False, 0)
 
             beside = [asyncio.ensure_future(others()) for _ in range(8)]
             before = processor_s(pid)
@@ -200,11 +204,13 @@ async def length_rows(proxy: str, keys: list[str], lengths: list[int], pid: int)
             cpu_us = 1e6 * (processor_s(pid) - before) / length
             over.set()
             await asyncio.gather(*beside)
+            p99, direct = (percentile_ms(waits, 0.99) for _, waits in ways)
             rows.append(
                 Row(
                     name=f"recorder-long-{length}", unit="us", values=(cpu_us,),
                     title=f"a token of a stream of {length:,}, processor",
-                    note=f"{len(waits)} other calls, p99 {percentile_ms(waits, 0.99)} ms",
+                    note=f"{len(ways[0][1])} other calls, p99 {p99} ms, without a recorder "
+                    f"{direct} ms",
                 )
             )  # fmt: skip
     return rows
@@ -250,7 +256,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         keys, opened_sessions = opened(bus, max(sessions, len(lengths) + 1))
         stack.enter_context(opened_sessions)
         if lengths:
-            return asyncio.run(length_rows(proxy, keys, lengths, pid))
+            return asyncio.run(length_rows(engine, proxy, keys, lengths, pid))
         return asyncio.run(call_rows(engine, proxy, keys[:sessions], rounds, pid))
 
 

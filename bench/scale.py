@@ -8,6 +8,7 @@ several tries, each size in a fresh process.
 import argparse
 import contextlib
 import ctypes
+import itertools
 import logging
 import math
 import os
@@ -90,9 +91,9 @@ def take(size: int) -> float:
 
 
 def stats(size: int) -> float:
-    """Read the ledger beside attached producers."""
+    """Read the ledger beside attached producers: seconds a producer's row."""
     with attached(size) as (_, consumer):
-        return least(consumer.stats)
+        return least(consumer.stats, size)
 
 
 def workers(size: int) -> float:
@@ -226,12 +227,18 @@ def retries(size: int) -> float:
 
 
 def prompts(size: int) -> float:
-    """Look for ended prompts among open prompts."""
-    with bus(request_capacity=8192 * size) as name, shmbus.Consumer(name) as consumer:
-        for round_ in range(size):
+    """Offer a prompt beside open prompts, and count the open prompts."""
+    with bus(request_capacity=8192 * (size + 64)) as name, shmbus.Consumer(name) as consumer:
+        rounds = itertools.count()
+
+        def offer() -> int:
+            round_ = next(rounds)
             consumer.request("prompt", group_size=1, round=round_, prompt=X, timeout=1)
-        consumer.count_open_requests()
-        return least(consumer.count_open_requests)
+            return consumer.count_open_requests()
+
+        while offer() < size:
+            pass
+        return least(lambda: [offer() for _ in range(16)], 16)
 
 
 # -- trainers, agents, weights, nodes ----------------------------------------------------------
@@ -285,10 +292,10 @@ def batches(size: int) -> float:
 
 
 def sessions(size: int) -> float:
-    """Check the open sessions of a recorder, as in its look twice a second."""
+    """Look at the open sessions of a recorder, as twice a second: seconds a checked session."""
     from shmbus.recorder.recorder import Recorder
     from shmbus.recorder.sessions import Place
-    from shmbus.recorder.settings import Settings
+    from shmbus.recorder.settings import SWEEP_SESSIONS, Settings
 
     with bus() as name, shmbus.Feeder(name) as feeder:
         recorder = Recorder(Settings(bus=name, engines=("http://127.0.0.1:9",), sessions=size))
@@ -299,7 +306,8 @@ def sessions(size: int) -> float:
             assert request is not None
             place = Place(request.instance_id, request.index, 64)
             recorder.sessions.open(place, request, True, time.monotonic())
-        found = least(lambda: recorder._check_some(time.monotonic()))
+        checked = min(size, SWEEP_SESSIONS)
+        found = least(lambda: recorder._check_some(time.monotonic()), checked)
         if len(recorder.sessions) != size:
             raise MeasurementError(f"expected {size} sessions, {len(recorder.sessions)} are open")
         recorder._file.close()
@@ -372,16 +380,16 @@ class Scale(NamedTuple):
 
 SCALES: Final = {
     "producers": Scale("producers: take a group", take, (16, 256, 1000, 4000), (4, 64)),
-    "stats": Scale("producers: stats()", stats, (16, 256, 1000, 4000), (4, 64)),
+    "stats": Scale("producers: stats(), a row", stats, (16, 256, 1000, 4000), (4, 64)),
     "workers": Scale("waiting workers: one, a second", workers, (8, 64, 256, 1000), (4, 16)),
     "admitted": Scale("waiting to begin: a group", admitted, (8, 64, 256, 1000), (4, 16)),
     "groups": Scale("open groups: complete one", groups, (10**3, 10**4, 10**5, 10**6), (100, 1000)),
     "dropped": Scale("open groups: drop one", dropped, (10**3, 10**4, 10**5, 10**6), (100, 1000)),
     "ranks": Scale("waiting ranks: a group", ranks, (2, 8, 32, 128), (2, 16)),
-    "prompts": Scale("open prompts: a look", prompts, (128, 1024, 8192), (16, 128)),
+    "prompts": Scale("open prompts: offer one", prompts, (128, 1024, 8192), (16, 128)),
     "retries": Scale("failed samples: one more", retries, (1000, 8000, 32_000), (200, 1000)),
     "batches": Scale("sequences: place one", batches, (3000, 10**4, 30_000, 10**5), (300, 3000)),
-    "sessions": Scale("sessions: a look", sessions, (64, 512, 4096), (16, 128)),
+    "sessions": Scale("sessions: check one", sessions, (64, 512, 4096), (16, 128)),
     "tensors": Scale("tensors: publish one", tensors, (100, 1000, 10**4), (10, 100)),
     "subscribers": Scale("subscribers: publish", subscribers, (1, 8, 32, 128), (1, 4)),
     "nodes": Scale("nodes: a hello", nodes, (4, 64, 256, 1000), (4, 32)),

@@ -922,7 +922,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         segment = self._feeding()._segment
         if self._open_keys is None or self._open_keys.segment is not segment:
             self._open_keys = OpenKeys(segment)
-        _core.uninterrupted(self._open_keys.update)
+        self._open_keys.update()
         return self._open_keys
 
     def state_dict(self) -> RequestsState:

@@ -8,13 +8,12 @@ prompt twice.
 from __future__ import annotations
 
 import base64
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeAlias, TypedDict
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from shmbus.handles.feeder import Feeder, check_offer
 from shmbus.inspect.segment_file import SegmentFile
@@ -130,29 +129,33 @@ def whole_groups(name: str) -> list[RequestKey]:
 
 
 class OpenKeys:
-    """Keys of the open requests of a bus; an update reads only changed rows."""
+    """Keys of the open requests of a bus; an update reads only chunks of rows with a change."""
 
     def __init__(self, segment: _core.Segment) -> None:
         self.segment = segment
-        #: The open request of every row, from the last `request_numbers`.
-        self._numbers: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        #: Changes of every chunk of rows, and the open request of every row, at the last update.
+        self._seen = b""
+        self._numbers = array("Q", bytes(8 * _core.request_row_count(segment)))
         self._open: dict[int, tuple[int, RequestKey]] = {}
         self._counts: Counter[RequestKey] = Counter()
         self._totals: Counter[str] = Counter()
 
     def update(self) -> None:
         """Read offers and ends since the last update."""
-        before = self._numbers
-        self._numbers = np.frombuffer(_core.request_numbers(self.segment), np.uint64)
-        before = before if len(before) else np.zeros_like(self._numbers)
-        for row in np.flatnonzero(before != self._numbers).tolist():
+        seen, changed = _core.request_changes(self.segment, self._seen, self._numbers)
+        if changed:
+            _core.uninterrupted(self._apply, changed)
+        self._seen = seen
+
+    def _apply(self, changed: list[tuple[int, int]]) -> None:
+        for row, number in changed:
             if row in self._open:
                 self._count(self._open.pop(row)[1], -1)
-            number = int(self._numbers[row])
             text = _core.request_text(self.segment, row, number) if number else None
             if text is not None:  # else the request ended meanwhile
                 self._open[row] = number, text[:3]
                 self._count(text[:3], 1)
+            self._numbers[row] = number
 
     def _count(self, key: RequestKey, change: int) -> None:
         self._totals[key[2]] += change

@@ -107,7 +107,7 @@ class Watch:
         if not restarts and now - self._checked_s < slice_s:
             return
         self._checked_s = now
-        seen = _movements(segment)
+        seen = (*segment.tally()[1:], *segment.released())
         if restarts or seen != self._seen:
             self._seen = seen
             self._since_s = self._fired_s = now
@@ -146,8 +146,3 @@ class Watch:
             each.state == "alive" and not each.stopped for each in status.producers
         )
         return report.stalled_s >= (limits.STALL_SLOW_S if at_work else limits.STALL_DEAD_S)
-
-
-def _movements(segment: _core.Segment) -> tuple[int, ...]:
-    """Return counters that change with every movement."""
-    return *segment.tally()[1:], *segment.released()

@@ -88,6 +88,8 @@ class Calls:
         self._engines = engines
         self._versions = versions
         self._fail = fail
+        #: Calls in flight.
+        self.running = 0
         self.stitcher = Stitcher(engines, sessions)
 
     async def answer(
@@ -101,6 +103,7 @@ class Calls:
         except CallRefusal:
             work.cancel()
             raise
+        self.running += 1
         try:
             return await work
         except asyncio.CancelledError:
@@ -110,6 +113,7 @@ class Calls:
                 raise  # the client is gone
             return await call.cut_off()
         finally:
+            self.running -= 1
             session.finish_call(work, time.monotonic())
 
     async def pass_on(

@@ -180,6 +180,18 @@ def _answers_of(chat: bool, body: dict[str, Any]) -> int:
     return max(1, count) * (len(prompt) if several and isinstance(prompt, list) else 1)
 
 
+class Words(bytearray):
+    """A growing text in a single buffer: a string a token would pause the loop at its end."""
+
+    def add(self, text: str) -> None:
+        """Append a piece."""
+        self += text.encode("utf-8", "surrogatepass")
+
+    def joined(self) -> str:
+        """Return the whole text."""
+        return self.decode("utf-8", "surrogatepass")
+
+
 class _Choice:
     """One incoming answer to a prompt."""
 
@@ -188,13 +200,13 @@ class _Choice:
         self.ids: array[int] | None = None
         self.logprobs = array("d")
         self.finish_reason: str | None = None
-        self.text: list[str] = []
-        self.thought: list[str] = []
+        self.text = Words()
+        self.thought = Words()
         #: Matched stop string or token of the call.
         self.stop: Any = None
-        #: Names and pieces of arguments of the tools' calls, by their places.
+        #: Names and arguments of the tools' calls, by their places.
         self.names: dict[int, str] = {}
-        self.arguments: dict[int, list[str]] = {}
+        self.arguments: dict[int, Words] = {}
         self.experts: str | None = None
 
 
@@ -398,15 +410,15 @@ class Reading:
         said = choice.get("message") or choice.get("delta") or choice
         text = said.get("content") if self._chat else said.get("text")
         if isinstance(text, str):
-            kept.text.append(text)
-        kept.thought.append(str(said.get("reasoning") or said.get("reasoning_content") or ""))
+            kept.text.add(text)
+        kept.thought.add(str(said.get("reasoning") or said.get("reasoning_content") or ""))
         for place, call in enumerate(said.get("tool_calls") or ()):
             function, at = call.get("function") or {}, call.get("index", place)
             kept.names[at] = function.get("name") or kept.names.get(at, "")
             arguments = function.get("arguments") or ""
             if not isinstance(arguments, str):
                 raise TypeError(f"arguments of a tool's call are a {type(arguments).__name__}")
-            kept.arguments.setdefault(at, []).append(arguments)
+            kept.arguments.setdefault(at, Words()).add(arguments)
 
     def _take_extension(self, found: Any) -> None:
         """Take SGLang's fields beside the choices."""
@@ -503,7 +515,7 @@ class Reading:
                 experts = routed_experts(text, len(prompt) + len(output), *self._experts)
         except (TypeError, ValueError) as error:
             raise BadAnswer(str(error)) from error
-        answer = "".join(kept.text)
+        answer = kept.text.joined()
         if self._chat:
             answer = _one_canonical("assistant", answer, self._said_of(kept).calls)
         assert kept.finish_reason is not None
@@ -516,9 +528,9 @@ class Reading:
         own = self._said_body.get("stop_token_ids") or ()
         is_cut = kept.finish_reason == "length" or isinstance(kept.stop, str) or kept.stop in own
         return Said(
-            "".join(kept.text),
-            [(name, "".join(kept.arguments[at])) for at, name in kept.names.items()],
-            "".join(kept.thought),
+            kept.text.joined(),
+            [(name, kept.arguments[at].joined()) for at, name in kept.names.items()],
+            kept.thought.joined(),
             not is_cut,
         )
 

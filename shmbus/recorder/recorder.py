@@ -117,7 +117,6 @@ class Recorder:
         if self.producer._segment.note_removal():
             raise shmbus.BusRemovedError(f"bus {self.settings.bus!r} was removed")
         now_s = time.monotonic()
-        open_now = list(self.sessions)
         running = [
             SessionNote(
                 instance_id=session.place.instance_id,
@@ -128,7 +127,7 @@ class Recorder:
                 calls=session.running,
                 engine="" if session.engine is None else session.engine.url,
             )
-            for session in open_now[: limits.SHOWN_SESSIONS]
+            for session in list(self.sessions)[: limits.SHOWN_SESSIONS]
         ]
         engines = [
             EngineNote(
@@ -147,8 +146,8 @@ class Recorder:
                 url=self.url,
                 pid=os.getpid(),
                 token=self.settings.token,
-                sessions=len(open_now),
-                calls=sum(session.running for session in open_now),
+                sessions=len(self.sessions),
+                calls=self.calls.running,
                 drift=self.sessions.drift,
                 running=running,
                 engines=engines,

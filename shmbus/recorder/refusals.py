@@ -36,10 +36,9 @@ class CallRefusal(Refusal):
         *,
         reason: str | None = None,
         retry_after_s: int | None = None,
-        close: bool = False,
     ) -> None:
         headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-        super().__init__(status, message, code=code, headers=headers, close=close)
+        super().__init__(status, message, code=code, headers=headers)
         self.reason = reason
 
 

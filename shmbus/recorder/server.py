@@ -212,7 +212,7 @@ class Routes:
         recorder, sessions = self._recorder, self._recorder.sessions
         gauges: dict[str, float] = {
             "sessions": len(sessions),
-            "calls": sum(session.running for session in sessions),
+            "calls": recorder.calls.running,
             "session_bytes": sessions.nbytes,
             "body_bytes": recorder.body_bytes,
         }

@@ -115,9 +115,11 @@ class _Row:
         recorded.row, recorded.begin, recorded.context_end = self, self.end, len(turn.prompt)
         recorded.heard, self.last = self.heard, recorded
         context = turn.prompt[self.end :]
-        self.tokens += context.tobytes() + turn.output.tobytes()
+        self.tokens += context.data
+        self.tokens += turn.output.data
         self.mask += bytes(len(context)) + bytes([turn.trained]) * len(turn.output)
-        self.logprobs += bytes(len(context) * _LOGPROB.itemsize) + turn.logprobs.tobytes()
+        self.logprobs += bytes(len(context) * _LOGPROB.itemsize)
+        self.logprobs += turn.logprobs.data
         if turn.experts is not None:
             self.experts.append(turn.experts[self.prefix + self.routed :].copy())
         text = turn.said + turn.answer

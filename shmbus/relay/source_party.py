@@ -131,7 +131,8 @@ class SourceParty:
         self._mailbox = mailbox
         self._coordinator = coordinator
         self.source = Source(
-            self.reader.identity, self.reader.incarnation, _read_heads,
+            self.reader.identity, self.reader.incarnation,
+            lambda held: _core.read_heads(held.values(), reason_of),
             lambda: labels_of(self._segment),
         )  # fmt: skip
         #: Of the newest coordinator.
@@ -276,7 +277,3 @@ class SourceParty:
         self.reader.close()
         self._segment.close()
         self._bus.close()
-
-
-def _read_heads(held: Mapping[Origin, _core.Trajectory]) -> bytes:
-    return _core.read_heads(held.values(), reason_of)

@@ -16,6 +16,7 @@ Invariants
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Iterable
 
 from shmbus.data.keys import make_key
@@ -30,8 +31,9 @@ class Requests:
     ) -> None:
         self._segment = segment
         self._recent: dict[Hashable, int | None] = {} if recent is None else recent
-        #: Request number up to which `_open` knows all open requests.
-        self._number = 0
+        #: Changes of every chunk of rows, and the request of every row, as `_open` knows them.
+        self._seen = b""
+        self._numbers = array("Q", bytes(8 * _core.request_row_count(segment)))
         #: Rows and numbers of open requests by the key of their group, oldest first.
         self._open: dict[Hashable, list[tuple[int, int]]] = {}
         #: Groups with doubtful requests; None for every group.
@@ -56,29 +58,24 @@ class Requests:
         return make_key(id_, round, _core.split_number(self._segment, split))
 
     def _find(self, key: Hashable) -> tuple[int, int] | None:
-        found = self._open.get(key)
-        if found is None:
+        if key not in self._open:
             self._learn()
-            found = self._open.get(key)
+        found = self._open.get(key)
         return found[0] if found else None
 
     def _learn(self) -> None:
-        """Read new requests."""
-        # Feeders open rows singly, in the order of their numbers. So all rows before the number
-        # last at the look's begin are open by then. That last row may still be in writing, and
-        # newer rows may lie in places the look has passed.
+        """Read new requests: always all rows up to a number, for the oldest of a key."""
+        # Rows before the last are open; newer rows may lie in places that the look has passed.
         last = _core.request_number(self._segment)
-        if last == self._number:
-            return
-        whole = last - 1
-        for row, number, id_, round, split in sorted(
-            _core.request_since(self._segment, self._number), key=lambda row: row[1]
-        ):
+        seen, changed = _core.request_changes(self._segment, self._seen, self._numbers)
+        for row, number in sorted(changed, key=lambda change: change[1]):
             if number > last:
-                break
-            self._open.setdefault(self._key(id_, round, split), []).append((row, number))
-            whole = max(whole, number)
-        self._number = max(self._number, whole)
+                return
+            text = _core.request_text(self._segment, row, number) if number else None
+            if text is not None:  # else the request has ended
+                self._open.setdefault(self._key(*text[:3]), []).append((row, number))
+            self._numbers[row] = number
+        self._seen = seen
 
     def delivered(self, groups: list[_core.GroupEntry[_core.Trajectory]]) -> None:
         """Stop handing out samples of delivered groups."""

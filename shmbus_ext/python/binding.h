@@ -85,15 +85,6 @@ static inline bool py_refuse(PyObject *type, const char *format, ...) {
         }                              \
     } while (0)
 
-/* Return `result` with SystemError after an own mistake: an argument that no caller passes. */
-#define NEVER(mistake, result)         \
-    do {                               \
-        if (mistake) {                 \
-            PyErr_BadInternalCall();   \
-            return result;             \
-        }                              \
-    } while (0)
-
 /* Append an item to a list; steals the item. False with an exception, also for NULL. */
 static inline bool py_append(PyObject *list, PyObject *item) {
     bool added = item != NULL && PyList_Append(list, item) == 0;

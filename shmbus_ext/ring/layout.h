@@ -31,7 +31,7 @@
 #endif
 
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
-#define SHMBUS_LAYOUT_VERSION 8u
+#define SHMBUS_LAYOUT_VERSION 9u
 
 /* Records start on cache lines: two records never share a line. */
 #define SHMBUS_RECORD_ALIGN 64u

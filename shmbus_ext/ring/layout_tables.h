@@ -105,6 +105,8 @@ _Static_assert(sizeof(struct retry_entry) == 512, "layout");
 #define SHMBUS_REQUEST_CELLS_A_ROW 16u
 #define SHMBUS_REQUEST_CELLS_A_BLOCK 8u
 #define SHMBUS_REQUEST_UNIT 64u
+/* Rows that share a count of changes: a look at the open requests reads a count a chunk. */
+#define SHMBUS_REQUEST_CHUNK 256u
 
 /* Admitted groups (lead.h).
  *
@@ -180,6 +182,8 @@ _Static_assert(offsetof(struct request_lane, tails) == 384, "layout");
  *     80     4  returned     workers, reapers     workers    1 if samples before `next` may be open
  *     84     4  admitted     workers              anyone     1 once a worker took a sample
  *     88     8  ended_...    collector            feeder     before word ENDED
+ *     96    16  begun, done  feeder, collector    anyone     release / acquire: changes of OPEN in
+ *                                                            the chunk of rows that begins here
  */
 enum request_state { REQUEST_FREE = 0, REQUEST_BUSY = 1, REQUEST_OPEN = 2, REQUEST_ENDED = 3 };
 struct request_row {
@@ -204,7 +208,9 @@ struct request_row {
     _Atomic uint32_t admitted;
     uint32_t ended_done;
     uint32_t ended_given_up;
-    uint64_t reserved1[4];
+    _Atomic uint64_t begun;
+    _Atomic uint64_t done;
+    uint64_t reserved1[2];
 };
 _Static_assert(sizeof(struct request_row) == 128, "layout");
 

@@ -5,7 +5,6 @@
 
 #include "base/checksum.h"
 #include "base/clock.h"
-#include "base/failpoints.h"
 #include "base/file_lock.h"
 
 #define NOWHERE UINT32_MAX
@@ -92,7 +91,6 @@ static void finish_freeing(struct request_lane *lane, struct request_row *row) {
     atomic_store_explicit(&row->word, REQUEST_FREE, memory_order_release);
     atomic_store_explicit(&lane->done, lane->freeing_done, memory_order_relaxed);
     atomic_store_explicit(&lane->given_up, lane->freeing_given_up, memory_order_release);
-    FAILPOINT("feed-freed");
     atomic_store_explicit(&lane->freeing, 0, memory_order_release);
 }
 
@@ -103,7 +101,6 @@ static void free_row(struct request_parts *parts, uint32_t index) {
     lane->freeing_done = counted(&lane->done) + row->ended_done;
     lane->freeing_given_up = counted(&lane->given_up) + row->ended_given_up;
     atomic_store_explicit(&lane->freeing, (uint64_t)index + 1, memory_order_release);
-    FAILPOINT("feed-freeing");
     if (copy_sane_row(parts, index, &own)) {
         set_room_of(parts, &own, false);
     }
@@ -314,7 +311,6 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     /* SYNC: request-offered. A process that sees a later write also sees the row busy. */
     atomic_thread_fence(memory_order_release);
 #endif
-    FAILPOINT("feed-busy");
     memset(&fresh, 0, sizeof fresh);
     fresh.place = counted(&lane->tails[offer->level]);
     fresh.round = offer->round;
@@ -332,7 +328,8 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     fresh.level = (uint16_t)offer->level;
     fresh.crc = request_row_crc(&fresh);
     atomic_store_explicit(&fresh.next, request_next_word(number, 0), memory_order_relaxed);
-    memcpy(&row->place, &fresh.place, sizeof fresh - offsetof(struct request_row, place));
+    memcpy(&row->place, &fresh.place,
+           offsetof(struct request_row, begun) - offsetof(struct request_row, place));
     uint8_t *data = parts->units + (uint64_t)first_unit * SHMBUS_REQUEST_UNIT;
     memcpy(data, offer->id, offer->id_bytes);
     memcpy(data + offer->id_bytes, offer->prompt, offer->prompt_bytes);
@@ -341,13 +338,10 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
         atomic_store_explicit(&cell->commit, 0, memory_order_relaxed);
         atomic_store_explicit(&cell->claim, request_open_word(number), memory_order_release);
     }
-    FAILPOINT("feed-written");
     /* SYNC: request-offered. The row is complete before it opens. */
-    atomic_store_explicit(&row->word, number << 2 | REQUEST_OPEN, memory_order_release);
-    FAILPOINT("feed-open");
+    request_change_word(parts, index, number << 2 | REQUEST_BUSY, number << 2 | REQUEST_OPEN);
     append(parts, index, &fresh);
     atomic_store_explicit(&lane->offered, fresh.offered, memory_order_release);
-    FAILPOINT("feed-offered");
 }
 
 bool request_can_fit(const struct segment *segment, const struct request_offer *offer) {
@@ -387,7 +381,6 @@ enum request_feed request_offer(struct segment *segment, const struct request_of
         return lock == LOCK_HELD_ELSEWHERE ? FEED_HELD : FEED_ERROR;
     }
     begin_feeding(parts);
-    FAILPOINT("feed-begun");
     uint32_t samples = 0;
     while (*done < count && *done < REQUEST_OFFERS_AT_ONCE &&
            offer_one(parts, &offers[*done], number)) {
@@ -401,8 +394,11 @@ enum request_feed request_offer(struct segment *segment, const struct request_of
 uint64_t request_free_bytes(const struct segment *segment) {
     const struct request_parts *parts = &segment->requests;
     uint64_t units = 0;
-    for (uint32_t at = 0; at < parts->unit_count; at++) {
-        units += !bit_is_set(parts->unit_bits, at);
+    for (uint32_t at = 0; at < parts->unit_count; at += 64) {
+        uint32_t left = parts->unit_count - at;
+        uint64_t free_bits = ~parts->unit_bits[at / 64];
+        units += (uint64_t)__builtin_popcountll(
+            left < 64 ? free_bits & ((UINT64_C(1) << left) - 1) : free_bits);
     }
     return units * SHMBUS_REQUEST_UNIT;
 }

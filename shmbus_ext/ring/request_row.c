@@ -47,3 +47,22 @@ uint64_t request_open_row(const struct segment *segment, uint32_t index) {
         atomic_load_explicit(&segment->requests.rows[index].word, memory_order_acquire);
     return request_state_of(word) == REQUEST_OPEN ? request_number_of(word) : 0;
 }
+
+bool request_change_word(const struct request_parts *parts, uint32_t index, uint64_t from,
+                         uint64_t to) {
+    struct request_row *chunk = &parts->rows[index - index % SHMBUS_REQUEST_CHUNK];
+    /* SYNC: request-changed. */
+    atomic_fetch_add_explicit(&chunk->begun, 1, memory_order_relaxed);
+    bool changed = atomic_compare_exchange_strong_explicit(
+        &parts->rows[index].word, &from, to, memory_order_acq_rel, memory_order_acquire);
+    atomic_fetch_add_explicit(&chunk->done, 1, memory_order_release);
+    return changed;
+}
+
+uint64_t request_changes(const struct request_parts *parts, uint32_t chunk) {
+    const struct request_row *first = &parts->rows[chunk * SHMBUS_REQUEST_CHUNK];
+    /* SYNC: request-changed. */
+    uint64_t done = atomic_load_explicit(&first->done, memory_order_acquire);
+    uint64_t begun = atomic_load_explicit(&first->begun, memory_order_acquire);
+    return begun == done ? done : REQUEST_CHANGES;
+}

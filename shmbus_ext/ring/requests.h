@@ -72,6 +72,13 @@ uint32_t request_row_crc(const struct request_row *row);
 /* The number of an open row, else 0. */
 uint64_t request_open_row(const struct segment *segment, uint32_t index);
 
+/* Swaps a row's word, counted as a change of its chunk. */
+bool request_change_word(const struct request_parts *parts, uint32_t index, uint64_t from,
+                         uint64_t to);
+/* The changes of a chunk so far; REQUEST_CHANGES during a change, or after a death within it. */
+#define REQUEST_CHANGES UINT64_MAX
+uint64_t request_changes(const struct request_parts *parts, uint32_t chunk);
+
 /* Copies and bounds a row's numbers; false unless the row is open under this number. */
 bool request_copy_row(const struct segment *segment, uint32_t index, uint64_t number,
                       struct request_row *copy);

@@ -7,9 +7,11 @@ from typing import Any
 import aiohttp
 import pytest
 from conftest import wait_until
+from counted_work import instructions
 from recorders import Scene, user
 
 import shmbus
+from shmbus.recorder import settings
 from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.sessions import Place, Session
 from shmbus.recorder.settings import SWEEP_SESSIONS, Settings
@@ -38,6 +40,22 @@ def test_looks_check_sessions_in_turn(bus: shmbus.Bus, monkeypatch: pytest.Monke
     recorder.producer.close()
 
 
+def test_a_look_and_a_note_cost_no_more_with_more_sessions(
+    bus: shmbus.Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "SWEEP_SESSIONS", 64)
+    recorder = Recorder(Settings(bus=bus.name, engines=("http://127.0.0.1:9",)))
+    monkeypatch.setattr(recorder, "_is_wanted", lambda session: True)
+    costs = []
+    for more in (64, 1000):
+        for _ in range(more):
+            recorder.sessions.open(Place("q", 0, 1), None, True, 0.0)
+        costs.append(instructions(lambda: (recorder._check_some(0.0), recorder._write_note())))
+    assert costs[1] <= 1.1 * costs[0]
+    recorder._file.close()
+    recorder.producer.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_thousand_sessions_at_once_are_put_each_with_its_own_tokens(scene: Scene) -> None:
@@ -61,7 +79,7 @@ async def test_a_thousand_sessions_at_once_are_put_each_with_its_own_tokens(scen
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
         calls = [asyncio.ensure_future(call(client, session)) for session in sessions]
         await asyncio.to_thread(wait_until, lambda: scene.engine.calls == SESSIONS, 120)
-        assert sum(session.running for session in recorder.sessions) == SESSIONS
+        assert recorder.calls.running == SESSIONS
         scene.engine.let_go()
         await asyncio.gather(*calls)
     for session in sessions:

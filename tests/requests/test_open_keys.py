@@ -1,19 +1,23 @@
 """Which requests are open, as their count and their keys: a look costs what has changed."""
 
+import os
 import random
 from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import next_request
+from conftest import SHM_DIR, next_request
 from counted_work import instructions
 
 from shmbus import Bus, Consumer, Producer
-from shmbus.handles.open_requests import OpenKeys
+from shmbus.inspect.segment_file import SegmentFile
+from shmbus_ext import _core
 from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.prompts import PromptOffers
 
 PROMPT = np.arange(3, dtype=np.int32)
+#: Offset of a chunk's first count in its first row; state of an ended row.
+BEGUN, ENDED = 96, 3
 
 
 def test_keys_and_counts_follow_what_is_offered_and_ends(bus_name: str, seed: int) -> None:
@@ -43,20 +47,41 @@ def test_keys_and_counts_follow_what_is_offered_and_ends(bus_name: str, seed: in
                 assert consumer.count_open_requests(without=less) == left
 
 
-@pytest.mark.parametrize("changes", [0, 1])
-def test_a_look_at_900_open_requests_costs_a_look_at_100(bus_name: str, changes: int) -> None:
+def test_a_look_at_900_open_requests_costs_a_look_at_100(
+    bus_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     costs = []
     with Bus.create(bus_name, "64MiB") as bus, Consumer(bus_name) as consumer:
-        keys = OpenKeys(bus._segment)
+        numbers = bytes(8 * _core.request_row_count(bus._segment))
         for count in (100, 900):
-            while len(consumer.open_requests()) < count - changes:
+            while len(consumer.open_requests()) < count:
+                before, _ = _core.request_changes(bus._segment, b"", numbers)
                 consumer.request("q", group_size=1, prompt=PROMPT, timeout=10)
-            keys.update()
-            for _ in range(changes):
-                consumer.request("q", group_size=1, prompt=PROMPT, timeout=10)
-            costs.append(instructions(keys.update))
-            assert keys.count("train", {}) == count
+            after, changed = _core.request_changes(bus._segment, before, numbers)
+            chunks = zip(memoryview(before).cast("Q"), memoryview(after).cast("Q"), strict=True)
+            assert sum(old != new for old, new in chunks) == 1
+            assert len(changed) <= len(numbers) // len(after)
+            # Only changes need the thread that no signal handler interrupts.
+            with monkeypatch.context() as patch:
+                patch.setattr(_core, "uninterrupted", None)
+                costs.append(instructions(consumer.count_open_requests))
+            assert consumer.count_open_requests() == count
     assert costs[1] <= 1.1 * costs[0]
+
+
+def test_a_change_whose_process_died_before_its_second_count_is_seen(bus_name: str) -> None:
+    with Bus.create(bus_name, "1MiB"), Consumer(bus_name) as consumer:
+        consumer.request("q", group_size=1, prompt=PROMPT)
+        assert consumer.count_open_requests() == 1
+        with SegmentFile(bus_name) as segment:
+            lane = segment.requests_offset
+            divided = _core.request_divide(segment.data_offset - lane)
+        assert divided is not None
+        row = lane + divided["rows"]
+        with open(SHM_DIR / f"shmbus.{bus_name}", "r+b") as file:
+            for at, value in ((row + BEGUN, 2), (row, 1 << 2 | ENDED)):
+                os.pwrite(file.fileno(), value.to_bytes(8, "little"), at)
+        assert consumer.count_open_requests() == 0
 
 
 def test_each_prompt_of_an_earlier_life_is_passed_over_at_a_constant_cost(bus_name: str) -> None:

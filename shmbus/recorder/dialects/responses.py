@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from shmbus.recorder.dialects.base import Dialect, UnusableCall, new_id, object_of
+from shmbus.recorder.engine_api import Words
 from shmbus.recorder.event_stream import event
 
 #: Translated fields; the rest pass on by name.
@@ -133,7 +134,7 @@ class Responses(Dialect):
         self._output: list[dict[str, Any]] = []
         self._is_open = False
         #: Text of the open item.
-        self._pieces: list[str] = []
+        self._words = Words()
         self._place = -1
         self._finish: str | None = None
         self._usage: dict[str, Any] | None = None
@@ -291,7 +292,7 @@ class Responses(Dialect):
         if not self._is_open or self._output[-1]["type"] != kind:
             out = self._open(_new_item(kind))
             out += self._event("response.content_part.added", **self._at(), part=_new_part(kind))
-        self._pieces.append(text)
+        self._words.add(text)
         more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         return out + self._event(f"{_EVENTS[kind]}.delta", **self._at(), delta=text, **more)
 
@@ -303,7 +304,7 @@ class Responses(Dialect):
             self._place = place
         item = self._output[-1]
         text = (call.get("function") or {}).get("arguments") or ""
-        self._pieces.append(text)
+        self._words.add(text)
         if text and item["type"] == "function_call":
             where = {"item_id": item["id"], "output_index": len(self._output) - 1}
             out += self._event(f"{_EVENTS[item['type']]}.delta", **where, delta=text)
@@ -316,7 +317,7 @@ class Responses(Dialect):
     def _open(self, item: dict[str, Any]) -> bytes:
         out = self._close()
         self._output.append(item)
-        self._is_open, self._pieces = True, []
+        self._is_open, self._words = True, Words()
         index = len(self._output) - 1
         shown = {**item, "content": []} if item["type"] in ("message", "reasoning") else item
         return out + self._event("response.output_item.added", output_index=index, item=shown)
@@ -328,7 +329,7 @@ class Responses(Dialect):
         self._is_open, self._place = False, -1
         item = self._output[-1]
         kind, at = item["type"], self._at()
-        _closed(item, "".join(self._pieces))
+        _closed(item, self._words.joined())
         if kind in ("message", "reasoning"):
             part = _part_of(item)
             more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
@@ -355,7 +356,7 @@ class Responses(Dialect):
         """End the response with an error."""
         error = {"code": "server_error", "message": message}
         if self._is_open:
-            item = _closed(self._output[-1], "".join(self._pieces))
+            item = _closed(self._output[-1], self._words.joined())
             if "status" in item:
                 item["status"] = "incomplete"
         return (

@@ -253,48 +253,43 @@ GROUP_FUNCTION(py_request_revoke) {
                        : PyLong_FromUnsignedLong(request_revoke(&segment->c, row, number));
 }
 
-/* request_since(segment, number) -> list of (row, number, id, round, split label) of open requests
- * after `number`, in the order of the rows. */
-static PyObject *py_request_since(PyObject *Py_UNUSED(module), PyObject *args) {
-    SegmentObject *segment;
-    unsigned long long after;
-    if (!PyArg_ParseTuple(args, "O&K", py_take_segment, &segment, &after)) {
-        return NULL;
-    }
-    PyObject *found = PyList_New(0);
-    for (uint32_t row = 0; found != NULL && row < segment->c.requests.row_count; row++) {
-        uint64_t number = request_open_row(&segment->c, row);
-        PyObject *text = number > after ? py_describe_request(segment, row, number) : NULL;
-        if (text == NULL && PyErr_Occurred()) {
-            Py_CLEAR(found);
-        }
-        if (text == NULL || text == Py_None) {
-            Py_XDECREF(text);
-            continue;
-        }
-        PyObject *described = Py_BuildValue("(IKOOO)", row, U64(number), PyTuple_GET_ITEM(text, 0),
-                                            PyTuple_GET_ITEM(text, 1), PyTuple_GET_ITEM(text, 2));
-        Py_DECREF(text);
-        py_list_add(&found, described);
-    }
-    return found;
-}
-
 /* request_number(segment) -> int: number of the last request; 0 for an unused lane. */
 SEGMENT_FUNCTION(py_request_number, py_take_segment) {
     return PyLong_FromUnsignedLongLong(
         atomic_load_explicit(&segment->c.requests.lane->number, memory_order_acquire));
 }
 
-/* request_numbers(segment) -> bytes: a u64 per row, the number of its open request or 0. */
-SEGMENT_FUNCTION(py_request_numbers, py_take_segment) {
-    uint32_t rows = segment->c.requests.row_count;
-    PyObject *found = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(rows * sizeof(uint64_t)));
-    for (uint32_t row = 0; found != NULL && row < rows; row++) {
-        uint64_t number = request_open_row(&segment->c, row);
-        memcpy(PyBytes_AS_STRING(found) + row * sizeof number, &number, sizeof number);
+/* request_changes(segment, seen, numbers) -> (seen, changed): counts of the chunks' changes, and
+ * (row, number or 0) of rows unlike `numbers`, in chunks with a change since `seen` or b"". */
+static PyObject *py_request_changes(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    Py_buffer seen, numbers;
+    if (!PyArg_ParseTuple(args, "O&y*y*", py_take_segment, &segment, &seen, &numbers)) {
+        return NULL;
     }
-    return found;
+    const struct request_parts *parts = &segment->c.requests;
+    uint32_t chunks = (parts->row_count + SHMBUS_REQUEST_CHUNK - 1) / SHMBUS_REQUEST_CHUNK;
+    PyObject *now = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(chunks * sizeof(uint64_t)));
+    PyObject *found = now == NULL ? NULL : PyList_New(0);
+    const uint64_t *then = seen.buf, *known = numbers.buf;
+    uint64_t *counts = now == NULL ? NULL : (uint64_t *)(void *)PyBytes_AS_STRING(now);
+    for (uint32_t row = 0; found != NULL && row < parts->row_count; row++) {
+        uint32_t chunk = row / SHMBUS_REQUEST_CHUNK;
+        if (row % SHMBUS_REQUEST_CHUNK == 0) {
+            counts[chunk] = request_changes(parts, chunk);
+            if (seen.len > 0 && counts[chunk] != REQUEST_CHANGES && counts[chunk] == then[chunk]) {
+                row += SHMBUS_REQUEST_CHUNK - 1;
+                continue;
+            }
+        }
+        uint64_t number = request_open_row(&segment->c, row);
+        if (number != known[row]) {
+            py_list_add(&found, Py_BuildValue("(IK)", row, U64(number)));
+        }
+    }
+    PyBuffer_Release(&seen);
+    PyBuffer_Release(&numbers);
+    return found == NULL ? (Py_XDECREF(now), NULL) : Py_BuildValue("(NN)", now, found);
 }
 
 /* request_totals(segment) -> (offered, open, claimed, done, given_up, groups, taken_ns, free_bytes,
@@ -429,11 +424,10 @@ PyMethodDef py_request_functions[] = {
     {"request_rows", py_request_rows, METH_O, NULL},
     {"request_find", py_request_find, METH_VARARGS, NULL},
     {"request_revoke", py_request_revoke, METH_VARARGS, NULL},
-    {"request_since", py_request_since, METH_VARARGS, NULL},
     {"request_bytes", py_request_bytes, METH_O, NULL},
     {"request_row_count", py_request_row_count, METH_O, NULL},
     {"request_number", py_request_number, METH_O, NULL},
-    {"request_numbers", py_request_numbers, METH_O, NULL},
+    {"request_changes", py_request_changes, METH_VARARGS, NULL},
     {"request_totals", py_request_totals, METH_O, NULL},
     {"lead_state", py_lead_state, METH_O, NULL},
     {"lead_leave", py_lead_leave, METH_VARARGS, NULL},

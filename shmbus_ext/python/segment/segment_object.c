@@ -160,6 +160,16 @@ static void raise_status(SegmentObject *self, enum shared_status status, uint64_
     }
 }
 
+static PyObject *opened(SegmentObject *self, enum shared_status status, uint64_t bytes) {
+    if (status == SHARED_OK) {
+        return (PyObject *)self;
+    }
+    raise_status(self, status, bytes);
+    self->c.fd = -1; /* the caller's again */
+    Py_DECREF(self);
+    return NULL;
+}
+
 bool py_segment_map_views(SegmentObject *self) {
     enum shared_status status = segment_map_views(&self->c);
     if (status != SHARED_OK) {
@@ -205,13 +215,7 @@ static PyObject *py_segment_create(PyTypeObject *type, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     status = segment_create(&self->c, fd, &plan);
     Py_END_ALLOW_THREADS
-    if (status != SHARED_OK) {
-        raise_status(self, status, plan.segment_bytes);
-        self->c.fd = -1; /* the caller's again */
-        Py_DECREF(self);
-        return NULL;
-    }
-    return (PyObject *)self;
+    return opened(self, status, plan.segment_bytes);
 }
 
 static PyObject *py_segment_open(PyTypeObject *type, PyObject *args) {
@@ -228,13 +232,7 @@ static PyObject *py_segment_open(PyTypeObject *type, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     status = segment_open(&self->c, fd, read_only != 0);
     Py_END_ALLOW_THREADS
-    if (status != SHARED_OK) {
-        raise_status(self, status, 0);
-        self->c.fd = -1;
-        Py_DECREF(self);
-        return NULL;
-    }
-    return (PyObject *)self;
+    return opened(self, status, 0);
 }
 
 static PyObject *py_segment_close(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
