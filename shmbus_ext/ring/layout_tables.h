@@ -213,6 +213,7 @@ struct request_row {
     uint64_t reserved1[2];
 };
 _Static_assert(sizeof(struct request_row) == 128, "layout");
+_Static_assert(offsetof(struct request_row, begun) == 96, "layout");
 
 /* One sample of a group. claim: kind (2 bits, enum request_kind) | producer id (34, every bit 1 for
  * a sample made on another node) | number of the row (28). DONE with a producer: the producer

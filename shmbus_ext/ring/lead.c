@@ -1,6 +1,7 @@
 /* The admission table of lead.h. */
 #include "lead.h"
 
+#include "base/failpoints.h"
 
 /* A word: hash << SLOT_BITS | slot + 1 of a claimant, or 0 in these bits after settlement. */
 #define SLOT_BITS 13u
@@ -80,6 +81,7 @@ enum lead_verdict lead_admit(struct segment *segment, uint64_t key, uint32_t slo
             return LEAD_FULL;
         }
         if (swap(segment, room, 0, key | (slot + 1))) {
+            FAILPOINT("lead-claimed");
             bell_ring_for(&segment->header->space_bell, lead_waiters(key), siblings);
             return LEAD_CLAIMED;
         }
@@ -115,6 +117,7 @@ static void tell(struct segment *segment, uint32_t groups) {
 }
 
 void lead_settle(struct segment *segment, uint64_t key, uint32_t slot) {
+    FAILPOINT("lead-settling");
     change(segment, key, key | (slot + 1), key);
 }
 

@@ -141,6 +141,7 @@ static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
                      atomic_load_explicit(&slot->committed, memory_order_relaxed));
         relay_reap(segment, atomic_load_explicit(&slot->producer_id, memory_order_relaxed),
                    atomic_load_explicit(&slot->committed, memory_order_relaxed));
+        FAILPOINT("take-over-reopened");
     }
     seal_chain(segment, slot, slot_index);
     FAILPOINT("take-over-sealed");

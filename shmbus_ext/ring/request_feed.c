@@ -5,6 +5,7 @@
 
 #include "base/checksum.h"
 #include "base/clock.h"
+#include "base/failpoints.h"
 #include "base/file_lock.h"
 
 #define NOWHERE UINT32_MAX
@@ -91,6 +92,7 @@ static void finish_freeing(struct request_lane *lane, struct request_row *row) {
     atomic_store_explicit(&row->word, REQUEST_FREE, memory_order_release);
     atomic_store_explicit(&lane->done, lane->freeing_done, memory_order_relaxed);
     atomic_store_explicit(&lane->given_up, lane->freeing_given_up, memory_order_release);
+    FAILPOINT("feed-freed");
     atomic_store_explicit(&lane->freeing, 0, memory_order_release);
 }
 
@@ -101,6 +103,7 @@ static void free_row(struct request_parts *parts, uint32_t index) {
     lane->freeing_done = counted(&lane->done) + row->ended_done;
     lane->freeing_given_up = counted(&lane->given_up) + row->ended_given_up;
     atomic_store_explicit(&lane->freeing, (uint64_t)index + 1, memory_order_release);
+    FAILPOINT("feed-freeing");
     if (copy_sane_row(parts, index, &own)) {
         set_room_of(parts, &own, false);
     }
@@ -311,6 +314,7 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     /* SYNC: request-offered. A process that sees a later write also sees the row busy. */
     atomic_thread_fence(memory_order_release);
 #endif
+    FAILPOINT("feed-busy");
     memset(&fresh, 0, sizeof fresh);
     fresh.place = counted(&lane->tails[offer->level]);
     fresh.round = offer->round;
@@ -338,10 +342,13 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
         atomic_store_explicit(&cell->commit, 0, memory_order_relaxed);
         atomic_store_explicit(&cell->claim, request_open_word(number), memory_order_release);
     }
+    FAILPOINT("feed-written");
     /* SYNC: request-offered. The row is complete before it opens. */
     request_change_word(parts, index, number << 2 | REQUEST_BUSY, number << 2 | REQUEST_OPEN);
+    FAILPOINT("feed-open");
     append(parts, index, &fresh);
     atomic_store_explicit(&lane->offered, fresh.offered, memory_order_release);
+    FAILPOINT("feed-offered");
 }
 
 bool request_can_fit(const struct segment *segment, const struct request_offer *offer) {
@@ -381,6 +388,7 @@ enum request_feed request_offer(struct segment *segment, const struct request_of
         return lock == LOCK_HELD_ELSEWHERE ? FEED_HELD : FEED_ERROR;
     }
     begin_feeding(parts);
+    FAILPOINT("feed-begun");
     uint32_t samples = 0;
     while (*done < count && *done < REQUEST_OFFERS_AT_ONCE &&
            offer_one(parts, &offers[*done], number)) {

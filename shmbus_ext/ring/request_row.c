@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/checksum.h"
+#include "base/failpoints.h"
 
 uint64_t request_open_word(uint64_t number) {
     return request_claim_word(CELL_IS_OPEN, 0, number);
@@ -55,6 +56,7 @@ bool request_change_word(const struct request_parts *parts, uint32_t index, uint
     atomic_fetch_add_explicit(&chunk->begun, 1, memory_order_relaxed);
     bool changed = atomic_compare_exchange_strong_explicit(
         &parts->rows[index].word, &from, to, memory_order_acq_rel, memory_order_acquire);
+    FAILPOINT("request-changing");
     atomic_fetch_add_explicit(&chunk->done, 1, memory_order_release);
     return changed;
 }

@@ -5,6 +5,7 @@
 
 #include "base/checksum.h"
 #include "base/clock.h"
+#include "base/failpoints.h"
 #include "lead.h"
 #include "retry_table.h"
 
@@ -46,6 +47,7 @@ static bool claim_cell(const struct taker *self, uint32_t index, uint64_t number
     if (!swap(claim_at(self->segment, cell), request_open_word(number), mine)) {
         return false;
     }
+    FAILPOINT("request-claimed");
     *self->claim = (struct request_claim){
         .number = number, .word = mine, .row = index, .cell = cell, .index = sample};
     return true;
@@ -166,6 +168,7 @@ static bool take_returned(struct taker *self) {
         return false;
     }
     atomic_store_explicit(&parts->lane->returned, 0, memory_order_seq_cst);
+    FAILPOINT("request-searching");
     for (uint32_t level = SHMBUS_REQUEST_LEVELS; level-- > 0;) {
         for (uint32_t index = 0; index < parts->row_count; index++) {
             uint64_t number = request_open_row(self->segment, index);
@@ -324,6 +327,7 @@ static bool reopen(struct segment *segment, uint32_t row, uint32_t cell, uint64_
     if (!swap(claim_at(segment, cell), word, request_open_word(number))) {
         return false;
     }
+    FAILPOINT("request-reopened");
     mark_returned(segment, row);
     return true;
 }
@@ -369,17 +373,21 @@ bool request_answer(struct segment *segment, const struct request_claim *claim, 
     }
     uint64_t tag = (claim->number & REQUEST_NUMBER_MASK) << (64 - REQUEST_NUMBER_BITS);
     atomic_store_explicit(&cell->commit, tag | (count & REQUEST_COUNT_MASK), memory_order_relaxed);
+    FAILPOINT("request-intended");
     if (!swap(&cell->claim, claim->word, answered_word(claim->word))) {
         return false;
     }
+    FAILPOINT("request-committing");
     return true;
 }
 
 void request_answered(struct segment *segment, const struct request_claim *claim) {
+    FAILPOINT("request-answering");
     if (claim->cell != REQUEST_IS_RETRY) {
         swap(claim_at(segment, claim->cell), answered_word(claim->word),
              request_claim_word(CELL_IS_DONE, 0, claim->number));
     }
+    FAILPOINT("request-answered");
 }
 
 /* Ends a first attempt for good; false if already answered. */
@@ -440,6 +448,7 @@ static bool reap_cell(struct segment *segment, uint32_t row, uint64_t number, ui
         return false;
     }
     atomic_store_explicit(&at->commit, 0, memory_order_relaxed);
+    FAILPOINT("request-reaping");
     return reopen(segment, row, cell, word, number);
 }
 
@@ -512,6 +521,7 @@ void request_end(struct segment *segment, uint32_t index, uint64_t number) {
     struct request_row *shared = &segment->requests.rows[index];
     shared->ended_done = counts.done + counts.answering;
     shared->ended_given_up = row.group_size - shared->ended_done;
+    FAILPOINT("request-ending");
     /* SYNC: request-ended. The counts of the samples precede a feeder's free of the row. */
     request_change_word(&segment->requests, index, number << 2 | REQUEST_OPEN,
                         number << 2 | REQUEST_ENDED);
