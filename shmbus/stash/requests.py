@@ -132,8 +132,8 @@ class Requests:
         if doubtful is None:
             self._begun = [
                 (row, number)
-                for row, number, _, _, _, done in _core.request_rows(self._segment)
-                if done
+                for row, number, _, open_, claimed, done in _core.request_rows(self._segment)
+                if done or not open_ + claimed
             ]
             return
         self._learn()

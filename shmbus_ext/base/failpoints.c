@@ -8,7 +8,6 @@ typedef int failpoints_are_for_tests;
 #ifdef SHMBUS_FAILPOINTS
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -38,7 +37,7 @@ void failpoint_passed(const char *name) {
     if (atomic_exchange(&parsed_in, getpid()) != getpid()) {
         parse();
     }
-    bool any = strcmp(target, "any") == 0;
+    int any = strcmp(target, "any") == 0;
     if (target_hit > 0 && (any || strcmp(name, target) == 0)) {
         long hit = atomic_fetch_add(&hits, 1) + 1;
         if (!any && hit == target_hit) {

@@ -129,6 +129,22 @@ def test_a_group_that_is_dropped_ends_its_request(bus: Bus, feeder: Feeder) -> N
         assert consumer.stats().requests.balanced
 
 
+def test_a_request_ends_with_its_trained_samples_though_none_answered_the_request(
+    bus: Bus, feeder: Feeder
+) -> None:
+    """The samples lay on the bus before the offer, as after a relay has brought them back."""
+    with Producer(bus.name) as producer:
+        producer.put("q", group_size=2, index=0, round=0, x=X)
+        producer.put("q", group_size=2, index=1, round=0, x=X)
+        feeder.request("q", group_size=2, round=0)
+    with Consumer(bus.name) as consumer:
+        names = consumer.lasting_names(consumer.take(timeout=10))
+        assert len(names) == 2
+    with Consumer(bus.name) as consumer:
+        consumer.end_trained(names)
+        wait_until(lambda: consumer.take(timeout=0.01) == [] and not consumer.open_requests())
+
+
 def test_a_group_whose_time_is_over_hands_out_nothing_more(bus: Bus, feeder: Feeder) -> None:
     with (
         Producer(bus.name) as producer,

@@ -150,10 +150,11 @@ ROW_FUNCTION(py_request_send) {
     return PyLong_FromUnsignedLong(request_send(&segment->c, row, number));
 }
 
-/* request_answered(segment, row, number) -> bool: True if open, with a sample already made. */
+/* request_answered(segment, row, number) -> bool: True if open, with a sample made, or none to make. */
 ROW_FUNCTION(py_request_answered) {
     struct request_counts counts;
-    return PyBool_FromLong(request_count(&segment->c, row, number, &counts) && counts.done > 0);
+    return PyBool_FromLong(request_count(&segment->c, row, number, &counts) &&
+                           (counts.done > 0 || counts.open + counts.claimed == 0));
 }
 
 /* request_wanted(segment) -> bool: True if a worker asked for a sample after the last became
