@@ -139,10 +139,10 @@ def test_who_came_between_the_look_and_the_removal_is_left_alone(bus_name: str) 
 
 def test_segments_of_other_layouts_are_removable_and_say_what_is_unknown(bus_name: str) -> None:
     shmbus.Bus.create(bus_name, "1MiB").close()
-    write_at(bus_name, header_offset("layout_version"), (9).to_bytes(4, "little"))
+    write_at(bus_name, header_offset("layout_version"), (99).to_bytes(4, "little"))
     row = found(bus_name)
     assert row["verdict"] == "removable"
-    assert "layout version 9" in row["reason"]
+    assert "layout version 99" in row["reason"]
     assert row["undelivered"] is None
     assert cli("gc", bus_name, "--yes", "--keep-data").status == 0
     assert segment_path(bus_name).exists()
@@ -252,7 +252,7 @@ def test_odd_file_names_are_shown_and_steer_no_terminal(bus_name: str) -> None:
 def test_list_shows_every_bus_and_why_one_cannot_be_read(bus_name: str) -> None:
     broken = bus_name + ".broken"
     shmbus.Bus.create(broken, "1MiB").close()
-    write_at(broken, header_offset("layout_version"), (9).to_bytes(4, "little"))
+    write_at(broken, header_offset("layout_version"), (99).to_bytes(4, "little"))
     with shmbus.Bus.create(bus_name, "4MiB"), shmbus.Producer(bus_name) as producer:
         put_group(producer, "a")
         with shmbus.Consumer(bus_name, label="trainer"):
@@ -261,10 +261,10 @@ def test_list_shows_every_bus_and_why_one_cannot_be_read(bus_name: str) -> None:
             assert rows[bus_name]["undelivered"] == 4
             assert rows[bus_name]["producers"] == 1
             assert rows[bus_name]["collector"].startswith("trainer (pid ")
-            assert "layout version 9" in rows[broken]["problem"]
+            assert "layout version 99" in rows[broken]["problem"]
             text = cli("list")
             assert text.status == 0
-            assert "trainer" in text.out and "layout version 9" in text.out
+            assert "trainer" in text.out and "layout version 99" in text.out
 
 
 #: Maps a file as an engine does; no tracker of Python removes the file after the kill.
