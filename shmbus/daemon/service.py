@@ -537,8 +537,7 @@ class Service:
                     message = admission.taken_by_ranks(self.collector.segment.name, ranked, session)
                     session.send(messages.Refused(kind="busy", message=message, id=request.id))
                     return True
-                takers = sum(not each.observer for each in self.sessions.values())
-                if not request.ahead or takers == 1:
+                if not request.ahead or self._is_alone():
                     leases = self._lease(request.max_groups, waiting.split)
             elif session.rank not in self._in_doubt.ranks():
                 planner = self._planner
@@ -565,6 +564,10 @@ class Service:
             )
         )
         return True
+
+    def _is_alone(self) -> bool:
+        """Return True if a single client takes groups."""
+        return sum(not session.observer for session in self.sessions.values()) == 1
 
     # -- trained samples -------------------------------------------------------------------------
 
