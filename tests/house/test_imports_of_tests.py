@@ -15,9 +15,13 @@ FOLDERS = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()} - 
 }  # fmt: skip
 
 
-def file_of(module: str) -> Path | None:
-    path = ROOT.joinpath(*module.split("."))
-    found = [path.with_suffix(".py"), path / "__init__.py", path.with_suffix(".pyi")]
+def file_of(module: str, *places: Path) -> Path | None:
+    paths = [place.joinpath(*module.split(".")) for place in places or (ROOT,)]
+    found = [
+        each
+        for path in paths
+        for each in (path.with_suffix(".py"), path / "__init__.py", path.with_suffix(".pyi"))
+    ]
     return next((each for each in found if each.exists()), None)
 
 
@@ -47,11 +51,12 @@ def missing(path: Path) -> Iterator[str]:
                     yield f"{where}: {name} is a folder of tests"
                 elif name.split(".")[0] in OURS and not file_of(name):
                     yield f"{where}: no {name}"
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in OURS:
-            module = file_of(node.module or "")
-            if module is None:
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            ours = node.module.split(".")[0] in OURS
+            module = file_of(node.module, *(() if ours else (path.parent, ROOT / "tests")))
+            if module is None and ours:
                 yield f"{where}: no {node.module}"
-            else:
+            elif module is not None:
                 have = names_of(module)
                 yield from (
                     f"{where}: no {alias.name} in {node.module}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from relay.local import workers
+from answering import answering
 from relay.mirrors import version_of
 
 import shmbus
@@ -159,7 +159,7 @@ def test_prompts_cross_nodes_and_every_actor_may_die(cluster: Any, buses: dict[s
         with (
             shmbus.Consumer(buses["trainer"]) as consumer,
             shmbus.Feeder(buses["trainer"]) as feeder,
-            workers(sources, answer),
+            answering(sources, answer),
         ):
             offer(0, 50)
             take([consumer], 0, 50)
