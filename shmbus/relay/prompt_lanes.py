@@ -10,7 +10,8 @@ import itertools
 import logging
 import struct
 import time
-from typing import Any, Final, NamedTuple
+from collections.abc import Hashable
+from typing import Final, NamedTuple
 
 from shmbus import Bus
 from shmbus.relay.messages import Demand, GroupName, PromptOffer, Prompts
@@ -130,6 +131,8 @@ class NodePrompts:
         )  # fmt: skip
         #: By trainer's bus: the sink's address, the last Demand, and its time.
         self._told: dict[str, tuple[str, object, float]] = {}
+        #: Held groups with records released as surplus.
+        self._surplus: set[Hashable] = set()
         self._next_s = 0.0
         self._busy_s = time.monotonic()
 
@@ -148,12 +151,17 @@ class NodePrompts:
             self._told[message.trainer] = (sender, None, 0.0)
             self._next_s = 0.0
 
-    def give_back(self, surplus: set[Any]) -> None:
-        """Give back requests whose records all were surplus, as if of an earlier namesake."""
-        for trainer, here in self.taker.here.items() if surplus else ():
+    def released(self, surplus: set[Hashable]) -> None:
+        """Give back requests with surplus records, once no record of the group is held.
+
+        The surplus was dropped for an earlier group of the same name, maybe still held here.
+        """
+        self._surplus |= surplus
+        over = {key for key in self._surplus if not self._reader.holds(key)}
+        self._surplus -= over
+        for trainer, here in self.taker.here.items() if over else ():
             for number, group in list(here.items()):
-                key = self._reader.key_of(group)
-                if key in surplus and not self._reader.holds(key):
+                if self._reader.key_of(group) in over:
                     self.taker.give_back(trainer, number)
 
     def look(self, now_s: float) -> list[_NodeRow] | None:

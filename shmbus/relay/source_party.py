@@ -255,7 +255,7 @@ class SourceParty:
         for at in range(0, len(here), _RELEASE_AT_ONCE):
             self.reader.release(here[at : at + _RELEASE_AT_ONCE], asked.reason)
         self.released += len(here)
-        self.prompts.give_back(surplus)
+        self.prompts.released(surplus)
         for message in self.source.release(asked):
             self._mailbox.send(asker, message)
 
