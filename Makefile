@@ -21,6 +21,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constrain
 
 # Whole programs, which `make test` leaves to a target of their own.
 PROGRAMS := examples bench
+# What `make test` leaves to others: programs, and the rules of the house.
+ELSEWHERE := $(PROGRAMS) house
 
 # Tests are shared out by file, so that a file's fixtures are set up once and its tests keep their
 # order. Long ones run first (tests/conftest.py).
@@ -67,8 +69,8 @@ demo-real: build/peers/vllm/.made ## Train SmolLM2-135M over a real vLLM until i
 	@[ -d $(REAL_MODEL) ] || build/peers/vllm/bin/python -m trainer_adapter.demo.smollm2 $(REAL_MODEL)
 	@build/peers/vllm/bin/shmbus demo --engine vllm --model $(REAL_MODEL) --output build/demo-real $(ARGS)
 
-test: $(VENV)/.dev ## Run the test suite, but for examples and the benchmark
-	$(BIN)/pytest $(DISTRIBUTED) $(foreach folder,$(PROGRAMS),--ignore=tests/$(folder)) $(ARGS)
+test: $(VENV)/.dev ## Run the test suite, but for examples, the benchmark and the rules of the house
+	$(BIN)/pytest $(DISTRIBUTED) $(foreach folder,$(ELSEWHERE),--ignore=tests/$(folder)) $(ARGS)
 
 test-programs: $(VENV)/.dev ## Run the examples, the first hour and the benchmark's programs in their quick forms
 	$(BIN)/pytest $(DISTRIBUTED) $(ARGS) $(PROGRAMS:%=tests/%)
@@ -169,8 +171,12 @@ $(STACKS)/skyrl/.made: PYTHON := $(PYTHON312)
 $(STACKS)/%/.made: tests/peers/%/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(make_stack)
 
-check: $(VENV)/.dev ## Check lint, formatting, types, C warnings; run the C tests and short searches
-	$(side_by_side) check-explore check-c check-python
+check: $(VENV)/.dev ## Check lint, formatting, types, rules of the house, C warnings; run the C tests and short searches
+	$(side_by_side) check-explore check-c check-python check-house
+
+.PHONY: check-house
+check-house: $(VENV)/.dev
+	$(BIN)/pytest -p no:benchmark tests/house
 
 .PHONY: check-python
 check-python: $(VENV)/.dev
