@@ -203,11 +203,11 @@ bench-report: $(VENV)/.bench ## Measure everything into RESULT, and fill the tab
 	$(BIN)/shmbus bench $(LEVEL) --output $(RESULT) $(ARGS)
 	$(BIN)/python -m bench.report README.md bench/README.md
 
-explore: build/explore/plain/explore build/explore/pool/explore build/explore/channel/explore ## Search interleavings of ring, pool and channel, and find planted bugs (half an hour)
-	build/explore/plain/explore --deep $(ARGS)
+explore: build/explore/ring/explore build/explore/pool/explore build/explore/channel/explore ## Search interleavings of ring, pool and channel, and find planted bugs (half an hour)
+	build/explore/ring/explore --deep $(ARGS)
 	build/explore/pool/explore --preemptions 2 --states 14000000
 	build/explore/channel/explore --preemptions 2 --states 14000000
-	$(side_by_side) $(foreach seeds,EXPLORE_SEEDS POOL_SEEDS CHANNEL_SEEDS,$($(seeds):%=found-%))
+	$(side_by_side) $(SEEDS:%=found-%)
 
 fuzz: fuzz-c fuzz-python ## Fuzz the readers of segments, messages and snapshots for MINUTES (needs clang)
 
@@ -396,46 +396,37 @@ check-fuzz: $(patsubst %,build/fuzz/replay_%,$(FUZZ_TARGETS))
 build/fuzz/replay_%: tests/fuzz/fuzz_%.c tests/fuzz/fuzz.h $(C_TESTED:%.c=build/fuzz/replay/%.o)
 	$(REPLAY) -o $@ $< $(filter %.o,$^) -Wl,--as-needed -lrt
 
-# The explorer (tests/model) compiles the ring's own sources with their shared accesses routed
-# through a scheduler. `make check` runs its short form and finds four planted bugs.
-EXPLORE_SEEDS := $(sort $(wildcard tests/model/seeds/*.sed))
-EXPLORE_SHORT_SEEDS := $(patsubst %,tests/model/seeds/%.sed,\
-    timeout_reclaim missing_release link_at_wrap unchecked_claim)
-build/explore/plain/explore: $(RING_SOURCES) $(C_HEADERS) $(wildcard tests/model/*) tests/c/support.h
-	CC='$(CC)' sh tests/model/build.sh shmbus_ext/ring $(@D) -O2
-
-POOL_SEEDS := $(sort $(wildcard tests/model/pool/seeds/*.sed))
-POOL_SHORT_SEEDS := $(patsubst %,tests/model/pool/seeds/%.sed,unlocked_lease wrong_order)
-CHANNEL_SEEDS := $(sort $(wildcard tests/model/channel/seeds/*.sed))
-CHANNEL_SHORT_SEEDS := $(patsubst %,tests/model/channel/seeds/%.sed,early_ack no_second_count)
-build/explore/pool/explore build/explore/channel/explore: build/explore/%/explore: \
-		$(wildcard shmbus_ext/base/* shmbus_ext/pool/* shmbus_ext/channel/*) \
-		$(wildcard tests/model/companion/* tests/model/pool/*.* tests/model/channel/*.*) tests/model/hooks.h tests/model/coroutines.h
-	CC='$(CC)' sh tests/model/companion/build.sh $* shmbus_ext $(@D) -O2
+# The explorer (tests/model) compiles a subject's own sources with their shared accesses routed
+# through a scheduler. `make check` runs its short form and finds eight planted bugs.
+SUBJECTS := ring pool channel
+SEEDS := $(sort $(wildcard $(SUBJECTS:%=tests/model/%/seeds/*.sed)))
+SHORT_SEEDS := $(patsubst %,tests/model/%.sed,\
+    $(addprefix ring/seeds/,timeout_reclaim missing_release link_at_wrap unchecked_claim) \
+    $(addprefix pool/seeds/,unlocked_lease wrong_order) \
+    $(addprefix channel/seeds/,early_ack no_second_count))
+$(SUBJECTS:%=build/explore/%/explore): build/explore/%/explore: $(C_HEADERS) $(RING_SOURCES) \
+		$(wildcard shmbus_ext/pool/* shmbus_ext/channel/* tests/model/* $(SUBJECTS:%=tests/model/%/*)) \
+		tests/c/support.h
+	CC='$(CC)' sh tests/model/build.sh $* shmbus_ext $(@D) -O2
 
 # Each of these has a directory of its own.
 EXPLORERS := strong weak pool channel
-EXPLORE_strong := plain/explore --strong
-EXPLORE_weak := plain/explore --weak
-EXPLORE_pool := pool/explore --states 400000
+EXPLORE_strong := ring/explore --strong
+EXPLORE_weak := ring/explore --weak
+EXPLORE_pool := pool/explore
 EXPLORE_channel := channel/explore --states 100000
 .PHONY: check-explore $(EXPLORERS:%=explore-%)
 check-c: check-explore
-check-explore: $(EXPLORERS:%=explore-%) $(EXPLORE_SHORT_SEEDS:%=found-%) \
-    $(POOL_SHORT_SEEDS:%=found-%) $(CHANNEL_SHORT_SEEDS:%=found-%)
-explore-strong explore-weak: build/explore/plain/explore
+check-explore: $(EXPLORERS:%=explore-%) $(SHORT_SEEDS:%=found-%)
+explore-strong explore-weak: build/explore/ring/explore
 explore-pool: build/explore/pool/explore
 explore-channel: build/explore/channel/explore
 $(EXPLORERS:%=explore-%): explore-%:
 	build/explore/$(EXPLORE_$*)
 
-.PHONY: $(foreach seeds,EXPLORE_SEEDS POOL_SEEDS CHANNEL_SEEDS,$($(seeds):%=found-%))
-$(EXPLORE_SEEDS:%=found-%): found-%:
-	@CC='$(CC)' sh tests/model/seed.sh ring $*
-$(POOL_SEEDS:%=found-%): found-%:
-	@CC='$(CC)' sh tests/model/seed.sh pool $*
-$(CHANNEL_SEEDS:%=found-%): found-%:
-	@CC='$(CC)' sh tests/model/seed.sh channel $*
+.PHONY: $(SEEDS:%=found-%)
+$(SEEDS:%=found-%): found-%:
+	@CC='$(CC)' sh tests/model/seed.sh $*
 
 $(eval $(call c_builds,valgrind,$$(CC) $$(C_STRICT) -O1 -g))
 $(eval $(call c_builds,aarch64,aarch64-linux-gnu-gcc $$(C_STRICT) -O2 -static))

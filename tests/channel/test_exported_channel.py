@@ -41,10 +41,12 @@ class Memory(NamedTuple):
     options: dict[str, Any]
 
 
+HOST = pytest.param(Memory("cpu", {}), id="host")
 MEMFD = pytest.param(Memory("cpu", {"carrier": "memfd"}), id="memfd")
 CUDA = pytest.param(Memory("cuda:0", {"device": "cuda:0"}), id="cuda", marks=GPU)
 in_memfd = pytest.mark.parametrize("memory", [MEMFD])
 in_each_memory = pytest.mark.parametrize("memory", [MEMFD, CUDA])
+in_all = pytest.mark.parametrize("memory", [HOST, MEMFD, CUDA])
 on_a_gpu = pytest.mark.parametrize("memory", [CUDA])
 each_way = pytest.mark.parametrize("how", ["copies", "views"])
 
@@ -58,7 +60,7 @@ NEVER_S = 3600.0
 MADE = """
 import torch
 def made(step, device, rows=None):
-    rows = (1 + (step * 7919) % 61) * 16 if rows is None else rows
+    rows = (1 + (step * 7919) % 61) * 8 if rows is None else rows
     bits = torch.arange(rows * 64, dtype=torch.int64, device=device) * 40503 + step * 2654435761
     hidden = (bits & 0xFFFF).sub(32768).to(torch.int16).view(torch.bfloat16).view(rows, 64)
     return {"hidden": hidden, "ids": bits[:rows].clone()}
@@ -165,29 +167,32 @@ def writer_of(sender: TensorSender) -> ExportedWriter:
 
 @pytest.mark.timeout(280)
 @each_way
-@pytest.mark.parametrize("kind", ["memfd", *(pytest.param(k, marks=GPU) for k in ("vmm", "ipc"))])
+@pytest.mark.parametrize(
+    "kind", ["host", "memfd", *(pytest.param(k, marks=GPU) for k in ("vmm", "ipc"))]
+)
 def test_varying_steps_arrive_in_flat(bus_name: str, spawn: Spawner, kind: Any, how: str) -> None:
-    """A sender has at most one buffer more than slots."""
-    host = kind == "memfd"
-    memory = Memory("cpu" if host else "cuda:0", {})
-    carrier = kind if host else CudaCarrier(device=memory.device, kind=kind)
-    steps = 150 if host else CUDA_STEPS
+    """A sender that exports its memory has at most one buffer more than slots."""
+    on_cpu = kind in ("host", "memfd")
+    device = "cpu" if on_cpu else "cuda:0"
+    carrier = kind if on_cpu else CudaCarrier(device=device, kind=kind)
+    steps = 150 if on_cpu else CUDA_STEPS
     most = 0
     with TensorChannel.create(bus_name, carrier=carrier) as sender:
         child = start_receiver(spawn, bus_name, how)
         for step in range(steps):
-            tensors = made(step, memory.device)
+            tensors = made(step, device)
             sender.send(tensors, step=step, meta={"n": step}, timeout=60)
             for tensor in tensors.values():
                 tensor.zero_()  # on the stream that was current: after the copy
-            arena = writer_of(sender)._arena
-            most = max(most, len(arena._buffers) + len(arena._replaced))
-        growths = sender._writer.growths
+            if kind != "host":
+                arena = writer_of(sender)._arena
+                most = max(most, len(arena._buffers) + len(arena._replaced))
+        growths = writer_of(sender).growths if kind != "host" else 0
         sender.close()
         said = child.finish(timeout=120)
-        mapped = 2 if host else 0
-        assert f"steps {steps} wrong 0 on {memory.device} mapped {mapped} grown 0" in said
-    assert most == 3
+        mapped = 2 if kind == "memfd" else 0
+        assert f"steps {steps} wrong 0 on {device} mapped {mapped} grown 0" in said
+    assert most == (0 if kind == "host" else 3)
     assert growths < PERIOD
     assert not os.path.exists(channel_path(bus_name))
     assert not os.path.exists(memory_socket("channel", bus_name))
@@ -213,7 +218,7 @@ def test_alike_steps(bus_name: str, spawn: Spawner, memory: Memory, rows: int, h
         assert f"steps {steps} wrong 0 on cuda:0" in child.finish(timeout=60)
 
 
-@in_each_memory
+@in_all
 def test_unlike_steps_arrive_too(both: tuple[TensorSender, TensorReceiver], memory: Memory) -> None:
     sender, receiver = both
     for step in range(4):
@@ -233,7 +238,7 @@ def test_unlike_steps_arrive_too(both: tuple[TensorSender, TensorReceiver], memo
         receives(receiver, step)
 
 
-@in_each_memory
+@in_all
 def test_the_unsendable_is_named(both: tuple[TensorSender, TensorReceiver], memory: Memory) -> None:
     sender, receiver = both
     good = made(0, memory.device, 16)
@@ -241,18 +246,23 @@ def test_the_unsendable_is_named(both: tuple[TensorSender, TensorReceiver], memo
         (good["ids"].to("meta"), f"on the agreed device '{memory.device}', got 'meta'"),
     ]
     if memory.device != "cpu":
+        bad.append((good["ids"].cpu(), "on the agreed device 'cuda:0', got 'cpu'"))
+    if memory.options.get("carrier") != "memfd":
         bad += [
-            (good["ids"].cpu(), "on the agreed device 'cuda:0', got 'cpu'"),
-            (torch.arange(32, device="cuda:0")[::2], "expected a contiguous tensor"),
+            (torch.arange(32, device=memory.device)[::2], "expected a contiguous tensor"),
             (good["ids"][:0], "expected elements, got shape [0]"),
         ]
     for tensor, problem in bad:
         with pytest.raises(ValueError, match=f"step 0, tensor 'ids': .*{re.escape(problem)}"):
             sender.send({**good, "ids": tensor})
-    with pytest.raises(CapacityError, match="a buffer may grow to max_bytes=1048576"):
+    with pytest.raises(TypeError, match="'ids': expected a tensor, got list"):
+        sender.send({**good, "ids": [1]})  # type: ignore[dict-item]
+    with pytest.raises(CapacityError, match="max_bytes=1048576"):
         send(sender, memory, 0, 1 << 14)
     send(sender, memory, 0)
     receives(receiver, 0)
+    with pytest.raises(StepOrderError, match="acknowledged already"):
+        receiver.recv(5, step=0)
 
 
 @on_a_gpu

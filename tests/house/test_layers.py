@@ -244,6 +244,19 @@ def test_trainers_the_gateway_and_the_recorder_use_only_what_is_open_to_them() -
     report(offences)
 
 
+def test_nothing_imports_what_is_beside_the_product_and_the_stash_knows_no_time() -> None:
+    clocks = ("asyncio", "socket", "threading", "time")
+    report(
+        [
+            f"{module} imports {name}"
+            for module, path in modules().items()
+            for name in imported_names(path)
+            if name.split(".")[0]
+            in ("bench", "examples", "tests", *(clocks if module == "shmbus.stash.stash" else ()))
+        ]
+    )
+
+
 def test_nothing_knows_the_gateway_nor_the_recorder() -> None:
     report(
         [

@@ -9,26 +9,35 @@
 #include "model.h"
 
 #include <limits.h>
+#include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <string.h>
+#include <ucontext.h>
 
 enum {
     MAX_DEPTH = 6000,       /* steps of a run; a longer run makes no progress */
-    MAX_TIMEOUTS = 24,      /* of a run */
+    MAX_TIMEOUTS = 30,      /* of a run */
+    IDLE_TIMEOUTS = 2,      /* of a run, beside a process that waits for its turn */
     TABLE_BITS = 26,        /* of the table of states: 512 MiB, allocated as it fills */
     TRACE_LINES = 60,
+    STACK_MARGIN_BYTES = 256, /* below the yielding frame */
 };
 #define TIMEOUT_CLOCK_NS UINT64_C(2000000000)
 
 struct world world;
-alignas(64) uint8_t stacks[MAX_PROCESSES][STACK_BYTES];
+static alignas(64) uint8_t stacks[MAX_PROCESSES][STACK_BYTES];
 int running = -1;
 struct bounds bounds;
+uint32_t memory_bytes;
 uint64_t states_seen, steps_taken, runs_ended, deaths_tried;
 
-#include "coroutines.h"
-
+static jmp_buf scheduler_at;
+static ucontext_t first_context;
+static uint64_t *table;
+static bool at_bound;
+static uint8_t *saved; /* stacked snapshots of the runs under way */
+static size_t saved_room, saved_used;
 static const struct scenario *scenario;
 
 struct choice {
@@ -46,11 +55,28 @@ static unsigned depth;
 /* ---- coroutines ---- */
 
 static void run_script(void) {
-    void (*script)(void) = running == AUDITOR ? audit_script : scenario->scripts[running];
+    void (*script)(void) = running == AUDITOR ? subject.audit : scenario->scripts[running];
     script();
     memory_flush(running);
     world.processes[running].state = P_DONE;
     _longjmp(scheduler_at, 1);
+}
+
+/* Runs a process up to its next shared step. */
+static void switch_to(int process) {
+    struct process *p = &world.processes[process];
+    running = process;
+    if (_setjmp(scheduler_at) == 0) {
+        if (p->started) {
+            _longjmp(p->at, 1);
+        }
+        p->started = true;
+        getcontext(&first_context);
+        first_context.uc_stack.ss_sp = stacks[process];
+        first_context.uc_stack.ss_size = STACK_BYTES;
+        makecontext(&first_context, run_script, 0);
+        setcontext(&first_context);
+    }
 }
 
 void engine_yield(enum operation op, uint32_t offset, int order, const char *where) {
@@ -65,21 +91,16 @@ void engine_yield(enum operation op, uint32_t offset, int order, const char *whe
     }
 }
 
-static void release_locks(int process) {
-    for (unsigned i = 0; i < sizeof world.control.lock_owner; i++) {
-        if (world.control.lock_owner[i] == process + 1) {
-            world.control.lock_owner[i] = 0;
-        }
-    }
-}
-
 static void resume(int process) {
     switch_to(process);
     memory_settle(process);
-    if (world.processes[process].state == P_DONE) {
-        release_locks(process);
-        world.control.ghost.finished |= (uint8_t)(1u << process);
+    struct process *p = &world.processes[process];
+    if (p->state == P_DONE) {
+        memory_release_locks(process);
+        world.control.finished |= (uint8_t)(1u << process);
     }
+    /* A step is a part of the knowledge: the same values may appear elsewhere. */
+    p->history = mix_hash(p->history, (uint64_t)(uintptr_t)p->where);
     running = -1;
 }
 
@@ -93,20 +114,50 @@ void engine_checkpoint(void) {
     p->history = hash_bytes(1, world.heap[running], p->heap_used);
 }
 
-void engine_pause(void) {
+bool engine_is_alive(int process) {
+    enum process_state state = world.processes[process].state;
+    return state == P_READY || state == P_BLOCKED;
+}
+
+void engine_pause(bool patient) {
     engine_yield(OP_FENCE, NOWHERE, memory_order_relaxed, "(idles)");
     struct process *p = &world.processes[running];
     /* No store waits for as long as this. */
     memory_flush(running);
-    engine_checkpoint();
+    if (patient) {
+        engine_checkpoint();
+    }
     p->state = P_BLOCKED;
     p->futex = NOWHERE;
-    p->timed = p->patient = true;
+    p->timed = true;
+    p->patient = patient;
     engine_yield(OP_WAIT, NOWHERE, memory_order_seq_cst, "(waits for its turn)");
     world.processes[running].patient = false;
 }
 
 /* ---- snapshots ---- */
+
+static void push(const void *from, size_t bytes) {
+    if (saved_used + bytes > saved_room) {
+        saved_room = saved_room ? saved_room * 2 : 64 << 20;
+        saved = realloc(saved, saved_room);
+        if (saved == NULL) {
+            engine_fail("no memory for snapshots");
+        }
+    }
+    memcpy(saved + saved_used, from, bytes);
+    saved_used += bytes;
+}
+
+static void pop(void *to, size_t bytes) {
+    saved_used -= bytes;
+    memcpy(to, saved + saved_used, bytes);
+}
+
+static size_t stack_used(int process) {
+    const struct process *p = &world.processes[process];
+    return p->started ? (size_t)(stacks[process] + STACK_BYTES - p->lowest) : 0;
+}
 
 /* Saves everything a step of this process can change. */
 static void save(int process) {
@@ -114,10 +165,10 @@ static void save(int process) {
     uint32_t heap = world.processes[process].heap_used;
     push(stacks[process] + STACK_BYTES - stack, stack);
     push(world.heap[process], heap);
-    push(world.memory, segment_bytes);
+    push(world.memory, memory_bytes);
     if (bounds.weak) {
-        push(world.view[process], segment_bytes);
-        push(world.known[process], segment_bytes);
+        push(world.view[process], memory_bytes);
+        push(world.known[process], memory_bytes);
     }
     push(world.processes, sizeof world.processes);
     push(&world.control, sizeof world.control);
@@ -128,11 +179,11 @@ static void restore(int process) {
     pop(&world.control, sizeof world.control);
     pop(world.processes, sizeof world.processes);
     if (bounds.weak) {
-        pop(world.known[process], segment_bytes);
-        pop(world.view[process], segment_bytes);
+        pop(world.known[process], memory_bytes);
+        pop(world.view[process], memory_bytes);
     }
-    pop(world.memory, segment_bytes);
-    memcpy(world.shadow, world.memory, segment_bytes);
+    pop(world.memory, memory_bytes);
+    memcpy(world.shadow, world.memory, memory_bytes);
     uint32_t heap = world.processes[process].heap_used;
     pop(world.heap[process], heap);
     if (heap_before > heap) {
@@ -160,12 +211,41 @@ static uint64_t hash_world(void) {
         hash = mix_hash(hash, (uint64_t)p->state | (uint64_t)p->op << 8 |
                                   (uint64_t)p->started << 16 |
                                   (uint64_t)p->wait_result << 24);
-        if (bounds.weak && (p->state == P_READY || p->state == P_BLOCKED)) {
-            hash = hash_bytes(hash, p->buffered, p->buffered_count * sizeof p->buffered[0]);
+        hash = hash_bytes(hash, p->buffered, p->buffered_count * sizeof p->buffered[0]);
+        if (bounds.weak && engine_is_alive(i)) {
             hash = memory_hash_view(hash, i);
         }
     }
     return hash | 1;
+}
+
+/* False for a known state. */
+static bool enter(uint64_t hash) {
+    uint64_t mask = (UINT64_C(1) << TABLE_BITS) - 1;
+    uint64_t at = (hash >> 1) & mask;
+    for (; table[at] != 0; at = (at + 1) & mask) {
+        if (table[at] == hash) {
+            return false;
+        }
+    }
+    if (states_seen >= bounds.states || states_seen > mask / 8 * 7) {
+        at_bound = true;
+        return false;
+    }
+    table[at] = hash;
+    states_seen++;
+    return true;
+}
+
+static void forget_states(void) {
+    saved_used = 0;
+    at_bound = false;
+    free(table);
+    table = calloc(UINT64_C(1) << TABLE_BITS, sizeof *table);
+    if (table == NULL) {
+        fprintf(stderr, "no memory for %u million states\n", 1u << (TABLE_BITS - 20));
+        exit(2); /* no violation (1) */
+    }
 }
 
 /* ---- the search ---- */
@@ -179,24 +259,34 @@ static unsigned add(struct choice *choices, unsigned n, int process, enum varian
 static unsigned add_variants(struct choice *choices, unsigned n, int process) {
     const struct process *p = &world.processes[process];
     n = add(choices, n, process, V_PLAIN);
-    if (!bounds.weak || !p->started) {
+    if (!p->started) {
         return n;
     }
     if (p->buffered_count > 0) {
         n = add(choices, n, process, V_FLUSH_FIRST);
     }
     if (world.control.delays < bounds.delays) {
-        if (memory_store_is_plain_relaxed(p) && memory_has_plain_stores(process)) {
+        if (bounds.weak && memory_store_is_plain_relaxed(p) && memory_has_plain_stores(process)) {
             n = add(choices, n, process, V_KEEP_PLAIN_STORES);
         }
         if (p->op == OP_STORE && p->buffered_count < BUFFER_ENTRIES) {
             n = add(choices, n, process, V_BUFFER_STORE);
         }
     }
-    if (p->op == OP_COPY && memory_has_plain_stores(process)) {
+    if (bounds.weak && p->op == OP_COPY && memory_has_plain_stores(process)) {
         n = add(choices, n, process, V_PLAIN_STORES_FIRST);
     }
     return n;
+}
+
+/* By bit. */
+static uint8_t list_patient(void) {
+    uint8_t patient = 0;
+    for (int i = 0; i < AUDITOR; i++) {
+        const struct process *p = &world.processes[i];
+        patient |= (uint8_t)((p->state == P_BLOCKED && p->patient) << i);
+    }
+    return patient;
 }
 
 static unsigned list_choices(struct choice *choices) {
@@ -214,17 +304,21 @@ static unsigned list_choices(struct choice *choices) {
             n = add_variants(choices, n, process);
         }
     }
-    if (n == 0) {
+    uint8_t patient = list_patient();
+    for (int turn = 0; n == 0 && turn < 2; turn++) {
         for (int process = 0; process < AUDITOR; process++) {
             const struct process *p = &world.processes[process];
-            if (p->state == P_BLOCKED && p->timed) {
+            /* Without patience a pause ends after each sleep. */
+            bool late = p->futex == NOWHERE && !p->patient;
+            bool idle = !p->patient && patient != 0 && control->timeouts >= IDLE_TIMEOUTS;
+            if (p->state == P_BLOCKED && p->timed && late == (turn == 1) && !idle) {
                 n = add(choices, n, process, V_TIMEOUT);
             }
         }
     }
     for (int process = 0; process < AUDITOR && control->deaths < bounds.deaths; process++) {
         const struct process *p = &world.processes[process];
-        if (p->mortal && p->started && (p->state == P_READY || p->state == P_BLOCKED)) {
+        if ((scenario->mortal >> process & 1) != 0 && p->started && engine_is_alive(process)) {
             n = add(choices, n, process, V_KILL);
         }
     }
@@ -234,9 +328,9 @@ static unsigned list_choices(struct choice *choices) {
 /* Its executed stores arrive; then the kernel drops its locks. */
 static void kill_process(int process) {
     memory_flush(process);
-    release_locks(process);
+    memory_release_locks(process);
     world.processes[process].state = P_DEAD;
-    world.control.ghost.finished |= (uint8_t)(1u << process);
+    world.control.finished |= (uint8_t)(1u << process);
     world.control.deaths++;
     world.control.vain = 0;
     deaths_tried++;
@@ -245,15 +339,10 @@ static void kill_process(int process) {
 /* A patient process looks in vain until a change: the same state again. */
 static void wake_patient(int process) {
     struct control *control = &world.control;
-    if (!ghost_wants_in_vain()) {
+    if (!subject.is_owed(process)) {
         return;
     }
-    uint8_t patient = 0;
-    for (int i = 0; i < AUDITOR; i++) {
-        const struct process *p = &world.processes[i];
-        patient |= (uint8_t)((p->state == P_BLOCKED && p->patient) << i);
-    }
-    if ((patient & ~control->vain) == 0) {
+    if ((list_patient() & ~control->vain) == 0) {
         engine_fail("all have looked in vain, and a request waits for an answer: it is lost");
     }
     control->vain |= (uint8_t)(1u << process);
@@ -269,17 +358,17 @@ static void apply(const struct choice *choice) {
         return;
     }
     if (choice->variant == V_TIMEOUT) {
-        if (control->deaths == 0 && !p->patient && ghost_is_owed(p->futex)) {
+        if (control->deaths == 0 && p->futex != NOWHERE && subject.is_owed(choice->process)) {
             engine_fail("P%d sleeps, though nobody died and there is work for it: a lost wake-up",
                         choice->process);
         }
         if (p->patient) {
             wake_patient(choice->process);
         } else if (++control->timeouts > MAX_TIMEOUTS) {
-            if (control->deaths == 0 || control->lock_owner[MAX_SLOTS] != 0) {
+            if (subject.may_give_up == NULL || !subject.may_give_up()) {
                 engine_fail("no progress after %d timeouts", MAX_TIMEOUTS);
             }
-            /* No living collector frees space: the user ends the process. */
+            /* The user ends the process. */
             kill_process(choice->process);
             return;
         }
@@ -306,6 +395,11 @@ static void apply(const struct choice *choice) {
 }
 
 static void audit(void) {
+    for (unsigned i = 0; i < LOCKS; i++) {
+        if (world.control.exclusive[i] != 0 || world.control.shared[i] != 0) {
+            engine_fail("lock %u is held by nobody alive", i);
+        }
+    }
     save(AUDITOR);
     world.processes[AUDITOR].state = P_READY;
     unsigned steps = 0;
@@ -334,8 +428,7 @@ static void visit(void) {
     unsigned n = list_choices(choices);
     bool alive = false;
     for (int i = 0; i < AUDITOR; i++) {
-        alive = alive || world.processes[i].state == P_READY ||
-                world.processes[i].state == P_BLOCKED;
+        alive = alive || engine_is_alive(i);
     }
     if (!alive) {
         audit();
@@ -355,12 +448,27 @@ static void visit(void) {
     }
 }
 
+static void prepare(void) {
+    memset(&world, 0, sizeof world);
+    memory_bytes = subject.prepare(scenario);
+    memcpy(world.shadow, world.memory, memory_bytes);
+    world.control.clock_ns = UINT64_C(1000000000);
+    world.control.current = -1;
+    for (int i = 0; i < MAX_PROCESSES; i++) {
+        struct process *p = &world.processes[i];
+        memcpy(world.view[i], world.memory, memory_bytes);
+        memcpy(world.known[i], world.memory, memory_bytes);
+        p->offset = p->futex = NOWHERE;
+        p->state = i < AUDITOR && scenario->scripts[i] != NULL ? P_READY : P_UNUSED;
+    }
+}
+
 bool engine_search(const struct scenario *which) {
     scenario = which;
     depth = 0;
     states_seen = steps_taken = runs_ended = deaths_tried = 0;
     forget_states();
-    engine_prepare(which);
+    prepare();
     visit();
     return !at_bound;
 }

@@ -16,8 +16,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "small.h"
-
 #include "hooks_api.h"
 
 #define MODEL_TEXT(x) #x

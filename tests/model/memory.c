@@ -1,11 +1,11 @@
 /* Visibility of stores to loads; locks, futexes and the clock.
  *
  * Two models. The strong model has a single memory, where a step's stores arrive at once: every
- * interleaving of the processes, nothing else. In the weak model each process has a view: a plain
- * load sees the memory of the last acquire, a relaxed store may overtake earlier plain stores, and
- * any store short of seq_cst may wait in a buffer while the process goes on. A release, a fence or
- * a system call empties the buffer. The weak model allows less than C11: a finding is real; absence
- * of findings is proved for the model alone.
+ * interleaving of the processes, and stores late by choice. In the weak model each process has a
+ * view of the subject's plain stores: a plain load sees the memory of the last acquire, and a relaxed
+ * store may overtake earlier plain stores. A late store waits in a buffer while the process goes on;
+ * a release, a fence or a system call empties the buffer. Either model allows less than C11: a finding
+ * is real; absence of findings is proved for the model alone.
  *
  * Invariant: between steps, shadow equals memory, with memory_hash as its hash. */
 #include "model.h"
@@ -20,9 +20,6 @@
 
 #include "hooks_api.h"
 #include "base/file_lock.h"
-
-#define PLAIN_HEADER_FROM 640u /* the intent's plain fields */
-#define PLAIN_HEADER_TO 704u
 
 uint64_t mix_hash(uint64_t hash, uint64_t value) {
     hash = (hash ^ value) * UINT64_C(0x9E3779B97F4A7C15);
@@ -62,22 +59,19 @@ static uint32_t offset_of(const volatile void *at) {
     }
     uintptr_t base = (uintptr_t)base_of(running);
     uintptr_t address = (uintptr_t)at;
-    return address >= base && address < base + segment_bytes ? (uint32_t)(address - base) : NOWHERE;
-}
-
-/* Beginning of plain stores: the retry table, and the extents behind it. */
-static uint32_t plain_from(void) {
-    return (uint32_t)((uint8_t *)template_segment.retries - template_segment.base);
-}
-
-static uint32_t claim_at(void) {
-    return plain_from() + (uint32_t)offsetof(struct retry_entry, claim);
+    return address >= base && address < base + memory_bytes ? (uint32_t)(address - base) : NOWHERE;
 }
 
 /* ---- memory ---- */
 
 static void change_word(uint32_t offset, uint64_t before, uint64_t after) {
     world.control.memory_hash ^= hash_word(offset, before) ^ hash_word(offset, after);
+}
+
+static void note_written(int process, uint32_t offset) {
+    if (subject.written != NULL) {
+        subject.written(process, offset);
+    }
 }
 
 /* A store of up to 8 bytes, within a word, arrives. */
@@ -87,8 +81,8 @@ static void arrive(uint32_t offset, uint32_t size, const void *value) {
     memcpy(world.memory + offset, value, size);
     memcpy(world.shadow + offset, value, size);
     change_word(word, before, memory_word(word, 8));
-    if (offset == claim_at()) {
-        ghost_claim_word(before, memory_word(word, 8));
+    if (subject.arrived != NULL) {
+        subject.arrived(offset, before, memory_word(word, 8));
     }
 }
 
@@ -113,9 +107,7 @@ static void stored_at_once(int process, uint32_t offset) {
     memcpy(&before, world.shadow + offset, 8);
     change_word(offset, before, memory_word(offset, 8));
     memcpy(world.shadow + offset, world.memory + offset, 8);
-    if (offset >= template_segment.data_offset) {
-        ghost_data_written(process, offset);
-    }
+    note_written(process, offset);
 }
 
 static void stored_late(int process, uint32_t offset) {
@@ -127,24 +119,24 @@ static void stored_late(int process, uint32_t offset) {
             arrive(at, 1, &view[at]);
         }
     }
-    if (offset >= template_segment.data_offset) {
-        ghost_data_written(process, offset);
-    }
+    note_written(process, offset);
 }
 
 static void publish_plain_stores(int process) {
-    each_change(world.view[process], world.known[process], PLAIN_HEADER_FROM, PLAIN_HEADER_TO,
-                process, stored_late);
-    each_change(world.view[process], world.known[process], plain_from(), segment_bytes, process,
-                stored_late);
+    for (const struct range *r = subject.plain; r < subject.plain + 2; r++) {
+        each_change(world.view[process], world.known[process], r->from, r->to, process,
+                    stored_late);
+    }
 }
 
 bool memory_has_plain_stores(int process) {
-    uint32_t from = plain_from();
-    return memcmp(world.view[process] + PLAIN_HEADER_FROM, world.known[process] + PLAIN_HEADER_FROM,
-                  PLAIN_HEADER_TO - PLAIN_HEADER_FROM) != 0 ||
-           memcmp(world.view[process] + from, world.known[process] + from,
-                  segment_bytes - from) != 0;
+    for (const struct range *r = subject.plain; r < subject.plain + 2; r++) {
+        if (memcmp(world.view[process] + r->from, world.known[process] + r->from,
+                   r->to - r->from) != 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 bool memory_store_is_plain_relaxed(const struct process *p) {
@@ -170,15 +162,17 @@ static void refresh_range(int process, uint32_t from, uint32_t to) {
 }
 
 static void refresh(int process) {
-    refresh_range(process, PLAIN_HEADER_FROM, PLAIN_HEADER_TO);
-    refresh_range(process, plain_from(), segment_bytes);
+    for (const struct range *r = subject.plain; r < subject.plain + 2; r++) {
+        refresh_range(process, r->from, r->to);
+    }
 }
 
 /* Hash of a view, where it may differ from memory. */
 uint64_t memory_hash_view(uint64_t hash, int process) {
-    const uint8_t *view = world.view[process];
-    hash = hash_bytes(hash, view + PLAIN_HEADER_FROM, PLAIN_HEADER_TO - PLAIN_HEADER_FROM);
-    return hash_bytes(hash, view + plain_from(), segment_bytes - plain_from());
+    for (const struct range *r = subject.plain; r < subject.plain + 2; r++) {
+        hash = hash_bytes(hash, world.view[process] + r->from, r->to - r->from);
+    }
+    return hash;
 }
 
 static void flush_buffer(struct process *p) {
@@ -192,13 +186,13 @@ static void flush_buffer(struct process *p) {
 void memory_flush(int process) {
     if (bounds.weak) {
         publish_plain_stores(process);
-        flush_buffer(&world.processes[process]);
     }
+    flush_buffer(&world.processes[process]);
 }
 
 void memory_settle(int process) {
     if (!bounds.weak) {
-        each_change(world.memory, world.shadow, 0, segment_bytes, process, stored_at_once);
+        each_change(world.memory, world.shadow, 0, memory_bytes, process, stored_at_once);
     }
 }
 
@@ -225,13 +219,10 @@ static const struct buffered *find_buffered(const struct process *p, uint32_t of
 
 /* Has stores arrive that must precede this operation. */
 static void before_operation(struct process *p, uint32_t offset, int order, bool stores) {
-    if (!bounds.weak) {
-        return;
-    }
     if (p->variant == V_FLUSH_FIRST || order == memory_order_seq_cst) {
         flush_buffer(p);
     }
-    if (stores && (releases(order) || p->variant != V_KEEP_PLAIN_STORES)) {
+    if (bounds.weak && stores && (releases(order) || p->variant != V_KEEP_PLAIN_STORES)) {
         publish_plain_stores(running);
     }
     bool waits = p->variant == V_BUFFER_STORE && p->op == OP_STORE;
@@ -256,7 +247,7 @@ uint64_t model_load(const volatile void *at, size_t size, int order, const char 
     engine_yield(OP_LOAD, offset, order, where);
     struct process *p = &world.processes[running];
     before_operation(p, offset, order, false);
-    const struct buffered *own = bounds.weak ? find_buffered(p, offset) : NULL;
+    const struct buffered *own = find_buffered(p, offset);
     value = own != NULL ? own->value : memory_word(offset, (uint32_t)size);
     after_operation(order);
     engine_observe(value);
@@ -272,10 +263,8 @@ void model_store(volatile void *at, size_t size, uint64_t value, int order, cons
     engine_yield(OP_STORE, offset, order, where);
     struct process *p = &world.processes[running];
     before_operation(p, offset, order, true);
-    if (offset >= template_segment.data_offset) {
-        ghost_data_written(running, offset);
-    }
-    if (bounds.weak && p->variant == V_BUFFER_STORE) {
+    note_written(running, offset);
+    if (p->variant == V_BUFFER_STORE) {
         p->buffered[p->buffered_count++] = (struct buffered){value, offset, (uint32_t)size};
     } else {
         arrive(offset, (uint32_t)size, &value);
@@ -302,16 +291,6 @@ uint64_t model_rmw(volatile void *at, size_t size, enum model_rmw kind, uint64_t
     return before;
 }
 
-static void note_freed(uint32_t offset, uint64_t before, uint64_t after) {
-    uint32_t first = (uint32_t)((uint8_t *)template_segment.extents - template_segment.base);
-    uint32_t extent = (offset - first) / (uint32_t)sizeof(struct extent_desc);
-    if (offset >= first && extent < template_segment.extent_count &&
-        (offset - first) % sizeof(struct extent_desc) == offsetof(struct extent_desc, word) &&
-        link_low(before) != 0 && link_low(after) == 0) {
-        ghost_extent_freed(extent, before);
-    }
-}
-
 _Bool model_compare_exchange(volatile void *at, size_t size, uint64_t *expected, uint64_t desired,
                              int order, int failure_order, const char *where) {
     uint32_t offset = offset_of(at);
@@ -323,7 +302,6 @@ _Bool model_compare_exchange(volatile void *at, size_t size, uint64_t *expected,
     uint64_t before = memory_word(offset, (uint32_t)size);
     bool done = before == *expected;
     if (done) {
-        note_freed(offset, before, desired);
         arrive(offset, (uint32_t)size, &desired);
     }
     *expected = before;
@@ -405,33 +383,87 @@ int model_clock_gettime(clockid_t clock, struct timespec *ts) {
     return 0;
 }
 
-static uint8_t *lock_place(int64_t byte) {
-    return &world.control.lock_owner[byte == SHMBUS_LOCK_COLLECTOR ? MAX_SLOTS
-                                     : byte == SHMBUS_LOCK_FEEDER  ? MAX_SLOTS + 1
-                                                                   : byte - SHMBUS_LOCK_SLOT];
+static unsigned place_of(int64_t byte) {
+    unsigned place = subject.lock_place(byte);
+    if (place >= LOCKS) {
+        engine_fail("a lock on byte %lld", (long long)byte);
+    }
+    return place;
 }
 
-enum lock_status file_lock_take(int fd, int64_t byte) {
-    (void)fd;
-    engine_yield(OP_LOCK, NOWHERE, memory_order_seq_cst, "file_lock_take");
+static void lock_step(enum operation op, const char *where) {
+    engine_yield(op, NOWHERE, memory_order_seq_cst, where);
     before_operation(&world.processes[running], NOWHERE, memory_order_seq_cst, true);
     after_operation(memory_order_seq_cst);
-    uint8_t *owner = lock_place(byte);
-    bool taken = *owner == 0 || *owner == running + 1;
-    if (taken) {
-        *owner = (uint8_t)(running + 1);
-    }
+}
+
+static bool is_free(unsigned place, int process, bool exclusive) {
+    uint8_t owner = world.control.exclusive[place];
+    uint8_t others = (uint8_t)(world.control.shared[place] & ~(1u << process));
+    return (owner == 0 || owner == process + 1) && (!exclusive || others == 0);
+}
+
+static enum lock_status observed(bool taken) {
     engine_observe(taken);
     return taken ? LOCK_TAKEN : LOCK_HELD_ELSEWHERE;
 }
 
+enum lock_status file_lock_take(int fd, int64_t byte) {
+    (void)fd;
+    lock_step(OP_LOCK, "file_lock_take");
+    unsigned place = place_of(byte);
+    bool taken = is_free(place, running, true);
+    if (taken) {
+        world.control.exclusive[place] = (uint8_t)(running + 1);
+        world.control.shared[place] = 0;
+    }
+    return observed(taken);
+}
+
+enum lock_status file_lock_share(int fd, int64_t byte) {
+    (void)fd;
+    lock_step(OP_LOCK, "file_lock_share");
+    unsigned place = place_of(byte);
+    bool taken = is_free(place, running, false);
+    if (taken) {
+        world.control.exclusive[place] = 0;
+        world.control.shared[place] |= (uint8_t)(1u << running);
+    }
+    return observed(taken);
+}
+
 void file_lock_drop(int fd, int64_t byte) {
     (void)fd;
-    engine_yield(OP_UNLOCK, NOWHERE, memory_order_seq_cst, "file_lock_drop");
-    before_operation(&world.processes[running], NOWHERE, memory_order_seq_cst, true);
-    uint8_t *owner = lock_place(byte);
-    if (*owner == running + 1) {
-        *owner = 0;
+    lock_step(OP_UNLOCK, "file_lock_drop");
+    unsigned place = place_of(byte);
+    if (world.control.exclusive[place] == running + 1) {
+        world.control.exclusive[place] = 0;
+    }
+    world.control.shared[place] &= (uint8_t)~(1u << running);
+}
+
+enum lock_status file_lock_probe(int fd, int64_t byte) {
+    (void)fd;
+    lock_step(OP_LOCK, "file_lock_probe");
+    return observed(is_free(place_of(byte), running, true));
+}
+
+enum lock_status file_lock_find(int fd, int64_t *start, int64_t *bytes) {
+    (void)fd;
+    lock_step(OP_LOCK, "file_lock_find");
+    bool all_free = true;
+    for (int64_t byte = *start; byte < *start + *bytes; byte++) {
+        all_free = all_free && is_free(place_of(byte), running, true);
+    }
+    return observed(all_free);
+}
+
+void memory_release_locks(int process) {
+    for (unsigned i = 0; i < LOCKS; i++) {
+        if (world.control.exclusive[i] == process + 1) {
+            world.control.exclusive[i] = 0;
+        }
+        world.control.shared[i] &= (uint8_t)~(1u << process);
     }
 }
 
@@ -482,17 +514,15 @@ static void stop_in_copy(uint32_t offset) {
     engine_observe(offset);
 }
 
-static bool is_in_table(const void *at) {
-    uint32_t offset = offset_of(at);
-    return offset != NOWHERE && offset >= plain_from() &&
-           offset < plain_from() + SHMBUS_RETRY_ENTRIES * sizeof(struct retry_entry);
+static bool is_two_copies(uint32_t offset) {
+    return offset != NOWHERE && (subject.is_one_copy == NULL || !subject.is_one_copy(offset));
 }
 
-/* Copies a retry entry by halves: either side may change it in between. */
+/* Copies shared memory by halves: either side may change it in between. */
 void *model_memcpy(void *to, const void *from, size_t bytes) {
     size_t half = bytes / 16 * 8;
-    bool written = is_in_table(to);
-    if (!written && !is_in_table(from)) {
+    bool written = is_two_copies(offset_of(to));
+    if (!written && !is_two_copies(offset_of(from))) {
         copy(to, from, bytes);
         return to;
     }

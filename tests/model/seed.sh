@@ -1,10 +1,10 @@
 #!/bin/sh
 # Plants one known bug into a copy of a subject and of base, builds the explorer over the copy, and
 # requires a violation. Exit status 0: found.
-# usage: seed.sh ring|pool|channel SEED.sed   (from the root of the checkout; CC names the compiler)
+# usage: seed.sh tests/model/SUBJECT/seeds/SEED.sed   (from the root of the checkout; CC names the compiler)
 set -eu
-subject=$1
-seed=$2
+seed=$1
+subject=$(basename "$(dirname "$(dirname "$seed")")")
 name=$(basename "$seed" .sed)
 into=build/explore/$subject-seeds/$name
 options=$(sed -n 's/^# options: //p' "$seed")
@@ -21,12 +21,8 @@ done
     echo "seed '$name' changes nothing: the code it was written for has changed" >&2
     exit 1
 }
-if [ "$subject" = ring ]; then
-    sh tests/model/build.sh "$into/ring" "$into" -O1
-    options="$options --states 20000000"
-else
-    sh tests/model/companion/build.sh "$subject" "$into" "$into" -O1 -Wno-unused
-fi
+options="--states 20000000 $options"
+sh tests/model/build.sh "$subject" "$into" "$into" -O1 -Wno-unused
 # shellcheck disable=SC2086 # several words
 if "$into/explore" $options --expect-violation > "$into/log" 2>&1; then
     echo "seed '$name': found ($(grep -m 1 -o 'violation in.*' "$into/log" | cut -c 1-110))"

@@ -86,22 +86,6 @@ def test_a_score_that_overflows_float32_is_refused_and_nothing_is_put(
     assert producer.stats().committed == 1
 
 
-@pytest.mark.parametrize("timeout", [True, False, np.True_])
-def test_a_flag_is_no_timeout(bus: Bus, producer: Producer, timeout: Any) -> None:
-    group: dict[str, Any] = {"instance_id": "q", "group_size": 1, "index": 0, "x": X}
-    with Consumer(bus.name) as consumer:
-        for call in (
-            lambda: producer.put(**group, timeout=timeout),
-            lambda: producer.put_many([group], timeout=timeout),
-            lambda: producer.put_group("q", [{"x": X}], timeout=timeout),
-            lambda: producer.requests.next(timeout),
-            lambda: consumer.take(1, timeout=timeout),
-        ):
-            with pytest.raises(TypeError, match="timeout"):
-                call()
-        assert consumer.stats().committed == 0
-
-
 @pytest.mark.parametrize("what", UNREADABLE)
 def test_a_meta_that_no_process_could_read_is_refused_and_nothing_is_put(
     bus: Bus, producer: Producer, what: str

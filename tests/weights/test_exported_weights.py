@@ -148,24 +148,38 @@ def buffers_of(publisher: WeightPublisher) -> OwnBuffers:
     return buffers
 
 
-@to_a_device
+@pytest.mark.parametrize(
+    ("carrier", "device"),
+    [
+        ("shm", "cpu"),
+        ("memfd", "cpu"),
+        *(pytest.param(each, DEVICE, marks=GPU) for each in ("cuda_vmm", "cuda_ipc", "shm")),
+    ],
+)
 @pytest.mark.parametrize(
     "make", [Odd, lambda seed=0: many(300, seed), lambda seed=0: many(1000, seed)]
 )
 def test_every_bit_of_a_model_arrives(
-    carrier: str, make: Callable[..., torch.nn.Module], bus_name: str, publishers: MakePublisher
+    carrier: str,
+    device: str,
+    make: Callable[..., torch.nn.Module],
+    bus_name: str,
+    publishers: MakePublisher,
 ) -> None:
-    model, replica = make(seed=1).to(DEVICE), make(seed=2).to(DEVICE)
+    model, replica = make(seed=1).to(device), make(seed=2).to(device)
+    assert not same(model, replica)
     publisher = publishers(model, carrier, digests=True)
-    with WeightSubscriber(bus_name, device=DEVICE) as subscriber:
+    with WeightSubscriber(bus_name, device=device) as subscriber:
         for version in range(3):
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.is_floating_point() and parameter.element_size() > 1:
                         parameter.add_(version)
-            publisher.publish(version=version)
+            told = publisher.publish(version=version)
+            assert (told.version, told.skipped) == (version, False)
             with subscriber.latest(timeout=5) as weights:
-                weights.load_into(replica)
+                assert weights.version == version
+                assert weights.load_into(replica) > 0
                 weights._open().verify(sample=False)
             assert same(model, replica)
 

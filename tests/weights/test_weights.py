@@ -59,29 +59,6 @@ def subscriber(bus_name: str) -> Iterator[WeightSubscriber]:
         yield made
 
 
-@pytest.mark.parametrize(
-    "make", [Odd, lambda seed=0: many(300, seed), lambda seed=0: many(1000, seed)]
-)
-def test_every_bit_of_a_model_arrives(
-    make: Callable[..., torch.nn.Module], by_each: MakePublisher, subscriber: WeightSubscriber
-) -> None:
-    model, replica = make(seed=1), make(seed=2)
-    assert not same(model, replica)
-    publisher = by_each(model, digests=True)
-    for version in range(3):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.is_floating_point() and parameter.element_size() > 1:
-                    parameter.add_(version)
-        told = publisher.publish(version=version)
-        assert (told.version, told.skipped) == (version, False)
-        with subscriber.latest(timeout=5) as weights:
-            assert weights.version == version
-            assert weights.load_into(replica) > 0
-            weights._open().verify(sample=False)
-        assert same(model, replica)
-
-
 def test_views_copy_nothing(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
     model = Odd(3)
     publishers(model).publish(version=0)
@@ -96,16 +73,6 @@ def test_views_copy_nothing(publishers: MakePublisher, subscriber: WeightSubscri
             assert all(start % 256 == 0 for start in starts)
             with pytest.raises(KeyError):
                 weights["no.such"]
-
-
-def test_handles_have_a_repr(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
-    publisher = publishers(many(5))
-    publisher.publish(version=3)
-    with subscriber.latest(timeout=5) as weights:
-        assert repr(weights) == "<Weights version 3, 5 tensors>"
-    assert repr(weights) == "<Weights version 3 closed>"
-    assert repr(subscriber) == f"<WeightSubscriber {subscriber.bus!r} open>"
-    assert repr(publisher) == f"<WeightPublisher {publisher.bus!r} by shm rank 0 of 1>"
 
 
 def test_a_view_outlives_its_lease(by_each: MakePublisher, subscriber: WeightSubscriber) -> None:

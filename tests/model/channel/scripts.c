@@ -3,9 +3,10 @@
  * Compiled with the hooks, like the channel's own files. A step's payload is two words, step * 2
  * and step * 2 + 1; its meta a letter. A receiver finds these values until its acknowledgement;
  * otherwise the explorer found a torn step. */
-#include "companion.h"
+#include "model.h"
 
-#include <stdio.h>
+#include <stddef.h>
+#include <string.h>
 
 #include "channel/channel.h"
 
@@ -20,7 +21,7 @@
 static struct channel template;
 
 static struct channel *mine(void) {
-    return &world.processes[running].own;
+    return &world.control.ghost.own[running];
 }
 
 static struct ghost *ghost(void) {
@@ -32,7 +33,7 @@ static uint8_t *slot_of(const struct channel *channel, uint64_t message) {
            message % channel->slots * channel->slot_stride;
 }
 
-unsigned scripts_lock_place(int64_t byte) {
+static unsigned lock_place(int64_t byte) {
     int64_t place = byte - CHANNEL_LOCK_SIDE;
     return place >= 0 && place < CHANNEL_SIDES ? (unsigned)place : LOCKS;
 }
@@ -41,16 +42,11 @@ unsigned scripts_lock_place(int64_t byte) {
 enum shared_status channel_give_memory(const struct channel *self, uint32_t slot, uint64_t from,
                                         uint64_t bytes) {
     (void)self, (void)slot, (void)from, (void)bytes;
-    engine_yield("channel_give_memory", false);
+    engine_yield(OP_FENCE, NOWHERE, memory_order_relaxed, "channel_give_memory");
     return SHARED_OK;
 }
 
 /* ---- sides ---- */
-
-static bool lives(int process) {
-    enum state state = world.processes[process].state;
-    return state == P_READY || state == P_BLOCKED;
-}
 
 /* Whether it became the side; a rival may hold the place for too long. */
 static bool become(enum channel_side_name side) {
@@ -60,10 +56,10 @@ static bool become(enum channel_side_name side) {
         if (++vain == PATIENCE) {
             return false;
         }
-        engine_pause();
+        engine_pause(false);
     }
     int holder = ghost()->holder[side] - 1;
-    if (holder >= 0 && lives(holder)) {
+    if (holder >= 0 && engine_is_alive(holder)) {
         engine_fail("P%d is a side that P%d still is", running, holder);
     }
     ghost()->holder[side] = (uint8_t)(running + 1);
@@ -80,7 +76,7 @@ static void look_at(enum channel_side_name side) {
     if (sides_life(mine(), side) != CHANNEL_DEAD) {
         return;
     }
-    for (int i = 0; i < PROCESSES; i++) {
+    for (int i = 0; i < AUDITOR; i++) {
         if (world.processes[i].state == P_DEAD && ghost()->role[i] == side + 1) {
             return;
         }
@@ -221,7 +217,7 @@ static void receives(unsigned steps) {
         check_step(&row);
         check_payload(mine(), &row);
         ghost()->checked[row.step] = 1;
-        engine_yield("(uses the step)", false);
+        engine_yield(OP_FENCE, NOWHERE, memory_order_relaxed, "(uses the step)");
         check_payload(mine(), &row);
         messages_ack(mine());
         ghost()->acked[row.step] = 1;
@@ -271,24 +267,24 @@ ROLE(receives_two, receives(2))
 ROLE(states_two, states(2))
 ROLE(reads_two, reads_statements(2))
 
-/* Name, subject; scripts; slots, mortal processes by bit. */
-const struct scenario scenarios[] = {
+/* Name, subject; scripts; mortal processes by bit, deaths, preemptions, slots. */
+static const struct scenario scenarios[] = {
     {"pair", "a sender of three steps and a receiver over two slots",
-     {sends_three, receives_three}, 2, 3},
+     {sends_three, receives_three}, 3, 1, 1, 2, 0, 0},
     {"one_slot", "the same over one slot",
-     {sends_three, receives_three}, 1, 3},
+     {sends_three, receives_three}, 3, 1, 1, 1, 0, 0},
     {"sender", "a sender takes over from one that ended or died",
-     {sends_two, sends_three, receives_three}, 1, 7},
+     {sends_two, sends_three, receives_three}, 7, 1, 1, 1, 0, 0},
     {"receiver", "a receiver takes over from one that ended or died",
-     {sends_three, receives_one, receives_two}, 2, 7},
+     {sends_three, receives_one, receives_two}, 7, 1, 1, 2, 0, 0},
     {"resume", "a sender resumes after a checkpoint, with steps on their way, while a receiver comes",
-     {sends_two, resumes, receives_two}, 2, 7},
+     {sends_two, resumes, receives_two}, 7, 1, 1, 2, 0, 0},
     {"statements", "two senders, one after the other, state something twice each while it is read",
-     {states_two, states_two, reads_two}, 1, 7},
+     {states_two, states_two, reads_two}, 7, 1, 1, 1, 0, 0},
     {.name = NULL},
 };
 
-void scripts_prepare(const struct scenario *scenario) {
+static uint32_t prepare(const struct scenario *scenario) {
     template = (struct channel){.file.control = world.memory, .slots = scenario->slots,
                                 .slot_stride = SLOT_BYTES, .max_bytes = SLOT_BYTES, .side = -1};
     uint8_t *at = world.memory;
@@ -301,17 +297,19 @@ void scripts_prepare(const struct scenario *scenario) {
     template.statements = (struct channel_statement *)at;
     at += CHANNEL_SIDES * sizeof(struct channel_statement);
     template.slots_offset = (uint64_t)(at - world.memory);
-    if (at + CHANNEL_MAX_SLOTS * SLOT_BYTES > world.memory + MEMORY_BYTES) {
+    at += CHANNEL_MAX_SLOTS * SLOT_BYTES;
+    if (at > world.memory + MEMORY_BYTES) {
         engine_fail("the model's memory is too small");
     }
-    for (int i = 0; i < PROCESSES; i++) {
-        world.processes[i].own = template;
-        world.processes[i].own.file.fd = i;
+    for (int i = 0; i < AUDITOR; i++) {
+        world.control.ghost.own[i] = template;
+        world.control.ghost.own[i].file.fd = i;
     }
+    return (uint32_t)(at - world.memory);
 }
 
 /* A receiver is owed a message, or a statement; a sender a free slot. */
-bool scripts_is_owed(int process) {
+static bool is_owed(int process) {
     const struct process *p = &world.processes[process];
     const struct channel_header *header = template.header;
     if (p->futex == offsetof(struct channel_header, sent_bell)) {
@@ -321,7 +319,7 @@ bool scripts_is_owed(int process) {
 }
 
 /* After everybody's end: steps under way are whole, and a successor gets each of them once. */
-void scripts_audit(void) {
+static void audit(void) {
     struct channel successor = template;
     successor.side = CHANNEL_RECEIVER;
     struct channel_row row;
@@ -336,3 +334,11 @@ void scripts_audit(void) {
         engine_fail("what is left is damaged");
     }
 }
+
+const struct subject subject = {
+    .scenarios = scenarios,
+    .prepare = prepare,
+    .lock_place = lock_place,
+    .is_owed = is_owed,
+    .audit = audit,
+};

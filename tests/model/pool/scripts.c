@@ -3,9 +3,10 @@
  * Compiled with the hooks, like the pool's own files. A version's payload is two words, sequence
  * * 2 and sequence * 2 + 1; of two ranks each writes a word. A lease finds these values, twice;
  * otherwise the explorer found a torn version. */
-#include "companion.h"
+#include "model.h"
 
-#include <stdio.h>
+#include <stddef.h>
+#include <string.h>
 
 #include "pool/pool.h"
 
@@ -16,7 +17,7 @@
 static struct pool template;
 
 static struct pool *mine(void) {
-    return &world.processes[running].own;
+    return &world.control.ghost.own[running];
 }
 
 static _Atomic uint64_t *word_of(const struct pool *pool, uint32_t slot, uint32_t rank) {
@@ -35,7 +36,7 @@ static void check_payload(const struct slot_row *row, uint32_t slot) {
 }
 
 /* layout.h computed with 64 ranks before small_subject.h made them two. */
-unsigned scripts_lock_place(int64_t byte) {
+static unsigned lock_place(int64_t byte) {
     int64_t at = byte - POOL_LOCK_BASE, piece = at - 1024;
     int64_t place = at < 64     ? at
                     : at < 256  ? 4 + at - 64
@@ -48,7 +49,7 @@ unsigned scripts_lock_place(int64_t byte) {
 
 static void become(uint32_t rank) {
     while (rows_claim_writer(mine(), rank, "w", (uint32_t)running + 1) != SHARED_OK) {
-        engine_pause();
+        engine_pause(false);
     }
 }
 
@@ -195,22 +196,22 @@ ROLE(joins_two, join(2))
 ROLE(reads_one, read_versions(1))
 ROLE(reads_two, read_versions(2))
 
-/* Name, subject; scripts; slots, mortal processes by bit. */
-const struct scenario scenarios[] = {
+/* Name, subject; scripts; mortal processes by bit, deaths, preemptions, slots. */
+static const struct scenario scenarios[] = {
     {"reader", "a publisher and a reader over two slots",
-     {publishes_three, reads_two}, 2, 3},
+     {publishes_three, reads_two}, 3, 1, 1, 2, 0, 0},
     {"readers", "a publisher and two readers over two slots",
-     {publishes_three, reads_two, reads_one}, 2, 7},
+     {publishes_three, reads_two, reads_one}, 7, 1, 1, 2, 0, 0},
     {"successor", "a publisher takes over from one that ended or died, beside a reader",
-     {publishes_two, publishes_two, reads_two}, 2, 7},
+     {publishes_two, publishes_two, reads_two}, 7, 1, 1, 2, 0, 0},
     {"ranks", "two ranks write two versions, beside a reader",
-     {leads_two, joins_two, reads_one}, 2, 7},
+     {leads_two, joins_two, reads_one}, 7, 1, 1, 2, 0, 0},
     {"late_rank", "a publisher takes over while a rank of the one before it still writes",
-     {leads_one, joins_one, publishes_one}, 1, 7}, /* so that both take the same */
+     {leads_one, joins_one, publishes_one}, 7, 1, 1, 1, 0, 0}, /* so that both take the same */
     {.name = NULL},
 };
 
-void scripts_prepare(const struct scenario *scenario) {
+static uint32_t prepare(const struct scenario *scenario) {
     template = (struct pool){.file.control = world.memory, .max_slots = scenario->slots,
                              .slot_bytes = 16, .meta_bytes = 8, .block_bytes = POOL_MIN_BLOCK,
                              .rank = -1, .reader = -1};
@@ -225,24 +226,27 @@ void scripts_prepare(const struct scenario *scenario) {
     at += POOL_MAX_READERS * sizeof(struct reader_row);
     template.slots = at;
     template.slot_stride = 64;
-    if (at + POOL_MAX_SLOTS * template.slot_stride > world.memory + MEMORY_BYTES) {
+    at += POOL_MAX_SLOTS * template.slot_stride;
+    if (at > world.memory + MEMORY_BYTES) {
         engine_fail("the model's memory is too small");
     }
     atomic_init(&template.header->next_sequence, 1);
     atomic_init(&template.header->slots_open, scenario->slots);
-    for (int i = 0; i < PROCESSES; i++) {
-        world.processes[i].own = template;
-        world.processes[i].own.file.fd = i;
+    for (int i = 0; i < AUDITOR; i++) {
+        world.control.ghost.own[i] = template;
+        world.control.ghost.own[i].file.fd = i;
     }
+    return (uint32_t)(at - world.memory);
 }
 
 /* A reader is owed an unseen version, a publisher a free slot or a finished piece, a rank an
  * unwritten version. */
-bool scripts_is_owed(int process) {
+static bool is_owed(int process) {
     const struct process *p = &world.processes[process];
+    const struct pool *own = &world.control.ghost.own[process];
     uint64_t latest = template.header->latest >> 8;
-    if (p->own.reader >= 0) {
-        return latest > 0 && template.reader_rows[p->own.reader].applied < latest;
+    if (own->reader >= 0) {
+        return latest > 0 && template.reader_rows[own->reader].applied < latest;
     }
     bool readers_hold = false;
     for (unsigned i = 0; i < 4; i++) {
@@ -250,14 +254,14 @@ bool scripts_is_owed(int process) {
     }
     uint64_t writing = template.header->writing >> 8, done = template.rank_rows[1].done;
     if (p->futex == offsetof(struct pool_header, ranks_bell)) {
-        return p->own.rank == 0 ? writing != 0 && done == writing : writing > done;
+        return own->rank == 0 ? writing != 0 && done == writing : writing > done;
     }
     bool wants_space = p->futex == offsetof(struct pool_header, space_bell);
     return wants_space && !readers_hold && template.max_slots > 1;
 }
 
 /* After everybody's end: the newest version is whole, and a successor can publish. */
-void scripts_audit(void) {
+static void audit(void) {
     uint64_t latest = template.header->latest;
     uint32_t slot = pool_word_slot(latest);
     if (pool_word_sequence(latest) < world.control.ghost.finished) {
@@ -282,3 +286,11 @@ void scripts_audit(void) {
         }
     }
 }
+
+const struct subject subject = {
+    .scenarios = scenarios,
+    .prepare = prepare,
+    .lock_place = lock_place,
+    .is_owed = is_owed,
+    .audit = audit,
+};

@@ -2,6 +2,7 @@
  *
  * hooked: lease publish rows
  * plain: pool
+ * scripts: -include tests/model/hooks.h
  */
 #ifndef SHMBUS_MODEL_POOL_SUBJECT_H
 #define SHMBUS_MODEL_POOL_SUBJECT_H
@@ -10,10 +11,9 @@
 
 enum { MAX_VERSIONS = 32 };
 
-typedef struct pool subject;
-
 /* Mutual knowledge of the scripts, for checks. */
 struct ghost {
+    struct pool own[4]; /* each process's part */
     uint64_t finished; /* the newest sequence whose publisher has returned */
     uint8_t gone[MAX_VERSIONS]; /* sequences reported to a rank as given up */
     uint8_t whole[MAX_VERSIONS]; /* sequences without further writes */

@@ -105,7 +105,7 @@ static void end_record(struct actor *self, uint64_t number, const struct reserva
 static struct actor *attach_producer(void) {
     struct actor *self = begin();
     while (writer_attach(&self->writer, &self->segment, "p") != WRITER_OK) {
-        engine_pause();
+        engine_pause(true);
     }
     engine_checkpoint();
     return self;
@@ -121,7 +121,7 @@ void produce(const enum way *ways, unsigned n) {
     for (unsigned i = 0; i < n; i++) {
         struct reservation at;
         if (ways[i] == IDLE) {
-            engine_pause();
+            engine_pause(true);
             continue;
         }
         open_record(self, number, payload_of(ways[i]), &at);
@@ -151,7 +151,7 @@ void produce_interleaved(void) {
 
 static void attach_collector(struct actor *self) {
     while (file_lock_take(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
-        engine_pause();
+        engine_pause(true);
     }
     if (!reader_attach(&self->reader, &self->segment)) {
         engine_fail("reader_attach failed");
@@ -197,7 +197,7 @@ static void acknowledge(struct actor *self) {
 }
 
 bool are_finished(uint8_t processes) {
-    bool finished = (world.control.ghost.finished & processes) == processes;
+    bool finished = (world.control.finished & processes) == processes;
     engine_observe(finished);
     return finished;
 }

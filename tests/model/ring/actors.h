@@ -1,8 +1,36 @@
-/* The scripts of the scenarios, in actors.c, admission.c, prompts.c and retries.c. */
+/* The promises, and the scripts of the scenarios. */
 #ifndef SHMBUS_MODEL_ACTORS_H
 #define SHMBUS_MODEL_ACTORS_H
 
 #include "model.h"
+
+/* ghost.c */
+void ghost_claimed(uint64_t life, uint64_t number, const struct reservation *at);
+void ghost_begin_commit(uint64_t life, uint64_t number);
+void ghost_committed(uint64_t life, uint64_t number);
+void ghost_aborted(uint64_t life, uint64_t number);
+unsigned ghost_new_reader(void);
+void ghost_delivered(const struct reader *reader, const struct record_ref *ref,
+                     unsigned reader_life);
+void ghost_begin_ack(const uint64_t (*keys)[2], unsigned n);
+void ghost_acked(const uint64_t (*keys)[2], unsigned n);
+void ghost_moving(uint64_t life, uint64_t number, const struct record_ref *to);
+void ghost_arrived(uint32_t offset, uint64_t before, uint64_t after);
+void ghost_written(int process, uint32_t offset);
+bool ghost_is_owed(int process);
+void ghost_end(struct reader *reader);
+uint8_t ghost_pattern(uint64_t life, uint64_t number);
+
+/* ghost_retry.c */
+uint64_t ghost_asks(void); /* the number of a new request */
+void ghost_takes(void);
+void ghost_claim_word(uint64_t before, uint64_t after);
+void ghost_handed(uint64_t number);
+void ghost_gives_back(uint64_t number);
+void ghost_answered(void);
+void ghost_counts_dead(uint64_t number, uint64_t claimant);
+bool ghost_wants(void);
+bool ghost_wants_in_vain(void);
 
 /* How a record comes into the ring, or does not; IDLE is a long while without one,
  * WHOLE fills an extent. */
@@ -30,6 +58,10 @@ void work_on_groups(void);
 void offer_prompt(void);
 /* Takes and answers samples until these producers finished and none is left. */
 void work_on_prompts(uint8_t feeders);
+
+void audit_script(void);
+void audit_retries(const struct segment *segment);
+void audit_prompts(struct segment *segment);
 
 /* Common parts of scripts. */
 void map_segment(struct segment *segment); /* in the running process's view */

@@ -122,7 +122,7 @@ static bool is_wanted(void) {
 void request_one(enum patience patience, uint8_t takers) {
     struct actor *self = begin();
     while (file_lock_take(self->segment.fd, SHMBUS_LOCK_COLLECTOR) != LOCK_TAKEN) {
-        engine_pause();
+        engine_pause(true);
     }
     adopt(self);
     if (self->number == 0 && is_wanted()) {
@@ -138,7 +138,7 @@ void request_one(enum patience patience, uint8_t takers) {
         } else if (last) {
             return;
         }
-        engine_pause();
+        engine_pause(true);
     }
     retry_withdraw(&self->segment, ROW);
 }
@@ -163,7 +163,7 @@ static bool wait_for_one(struct actor *self, uint8_t askers) {
         if (are_finished(askers)) {
             return false;
         }
-        engine_pause();
+        engine_pause(true);
     }
     engine_checkpoint();
     return true;

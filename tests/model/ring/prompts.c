@@ -44,7 +44,7 @@ void offer_prompt(void) {
     uint32_t done;
     uint64_t number;
     while (request_offer(&self->segment, &offer, 1, &done, &number) != FEED_DONE) {
-        engine_pause();
+        engine_pause(true);
     }
 }
 
@@ -69,7 +69,7 @@ static void answer(struct actor *self, const struct request_claim *claim) {
 void work_on_prompts(uint8_t feeders) {
     struct actor *self = begin();
     while (writer_attach(&self->writer, &self->segment, "w") != WRITER_OK) {
-        engine_pause();
+        engine_pause(true);
     }
     engine_checkpoint();
     for (;;) {
@@ -93,7 +93,7 @@ void work_on_prompts(uint8_t feeders) {
         } else if (last) {
             break;
         } else {
-            engine_pause();
+            engine_pause(true);
         }
     }
     writer_close(&self->writer);

@@ -12,7 +12,7 @@
  *   while a sleeper has work, and every run ends (engine.c).
  * - At the end the numbers agree: commits counted by the lanes, acknowledgements counted by the
  *   segment, records seen by the ghost; nothing is corrupt or unread, no extent is lost. */
-#include "model.h"
+#include "actors.h"
 
 #include <string.h>
 
@@ -36,13 +36,9 @@ uint8_t ghost_pattern(uint64_t life, uint64_t number) {
     return (uint8_t)(0x40 + life * 8 + number);
 }
 
-bool ghost_is_alive(int process) {
-    return world.processes[process].state == P_READY || world.processes[process].state == P_BLOCKED;
-}
-
 static bool ack_may_be_done(const struct ghost_record *record) {
     return record->acked == ACK_DONE ||
-           (record->acked == ACK_BEGUN && !ghost_is_alive(ghost()->ack_set_owner[record->ack_set]));
+           (record->acked == ACK_BEGUN && !engine_is_alive(ghost()->ack_set_owner[record->ack_set]));
 }
 
 /* Whether the bytes of a record are still needed. */
@@ -50,7 +46,7 @@ static bool in_use(const struct ghost_record *record) {
     switch (record->fate) {
     case R_OPEN:
     case R_BEGUN:
-        return ghost_is_alive(record->owner);
+        return engine_is_alive(record->owner);
     case R_COMMITTED:
         return !ack_may_be_done(record) && !record->moving;
     default:
@@ -159,7 +155,7 @@ void ghost_delivered(const struct reader *reader, const struct record_ref *ref,
                     (unsigned long long)life, (unsigned long long)number);
     }
     if (record->acked == ACK_DONE ||
-        (record->acked == ACK_BEGUN && ghost_is_alive(ghost()->ack_set_owner[record->ack_set]))) {
+        (record->acked == ACK_BEGUN && engine_is_alive(ghost()->ack_set_owner[record->ack_set]))) {
         engine_fail("record %llu/%llu is delivered after it was acknowledged",
                     (unsigned long long)life, (unsigned long long)number);
     }
@@ -210,7 +206,7 @@ void ghost_moving(uint64_t life, uint64_t number, const struct record_ref *to) {
     }
 }
 
-void ghost_extent_freed(uint32_t extent, uint64_t word) {
+static void check_freed(uint32_t extent, uint64_t word) {
     uint32_t from =
         (uint32_t)(template_segment.data_offset + extent * template_segment.extent_bytes);
     const struct ghost_record *record =
@@ -222,17 +218,35 @@ void ghost_extent_freed(uint32_t extent, uint64_t word) {
     }
 }
 
-void ghost_data_written(int process, uint32_t offset) {
+void ghost_arrived(uint32_t offset, uint64_t before, uint64_t after) {
+    uint32_t first = (uint32_t)((uint8_t *)template_segment.extents - template_segment.base);
+    uint32_t extent = (offset - first) / (uint32_t)sizeof(struct extent_desc);
+    uint32_t claim_at = (uint32_t)((uint8_t *)&template_segment.retries->claim -
+                                   template_segment.base);
+    if (offset == claim_at) {
+        ghost_claim_word(before, after);
+    } else if (offset >= first && extent < template_segment.extent_count &&
+               (offset - first) % sizeof(struct extent_desc) ==
+                   offsetof(struct extent_desc, word) &&
+               link_low(before) != 0 && link_low(after) == 0) {
+        check_freed(extent, before);
+    }
+}
+
+void ghost_written(int process, uint32_t offset) {
+    if (offset < template_segment.data_offset) {
+        return;
+    }
     uint32_t extent =
         (offset - (uint32_t)template_segment.data_offset) / (uint32_t)template_segment.extent_bytes;
     uint32_t word_at = (uint32_t)((uint8_t *)&template_segment.extents[extent].word -
                                   template_segment.base);
     uint32_t slot = link_low(memory_word(word_at, 8)) - 1;
-    const uint8_t *owners = world.control.lock_owner;
+    const uint8_t *owners = world.control.exclusive;
     if (slot < template_segment.max_producers && owners[slot] == process + 1) {
         return;
     }
-    bool collects = owners[MAX_SLOTS] == process + 1;
+    bool collects = owners[COLLECTOR_LOCK] == process + 1;
     if (collects && (slot == template_segment.max_producers || offset % SHMBUS_RECORD_ALIGN == 0)) {
         return;
     }
@@ -243,9 +257,12 @@ void ghost_data_written(int process, uint32_t offset) {
 }
 
 /* Whether a sleeper on this word should be awake: a producer, since everyone else is done or asleep
- * too; a collector beside an undelivered record. */
-bool ghost_is_owed(uint32_t futex) {
-    if (futex != (uint32_t)offsetof(struct bus_header, bell)) {
+ * too; a collector beside an undelivered record. A patient process waits for a request. */
+bool ghost_is_owed(int process) {
+    if (world.processes[process].patient) {
+        return ghost_wants_in_vain();
+    }
+    if (world.processes[process].futex != (uint32_t)offsetof(struct bus_header, bell)) {
         return true;
     }
     for (unsigned i = 0; i < MAX_LIVES * MAX_RECORDS; i++) {

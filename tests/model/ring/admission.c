@@ -22,7 +22,7 @@ static struct actor *begin(void) {
     struct actor *self = memory_heap(running, sizeof *self);
     map_segment(&self->segment);
     while (writer_attach(&self->writer, &self->segment, "w") != WRITER_OK) {
-        engine_pause();
+        engine_pause(true);
     }
     engine_checkpoint();
     return self;

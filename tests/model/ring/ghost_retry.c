@@ -3,7 +3,7 @@
  * - A request goes to a single process at a time, whole, and only while the table asks for it.
  * - A death fails an attempt only after the claiming process's death.
  * - A request of a living asker reaches a living taker, or is answered: never lost. */
-#include "model.h"
+#include "actors.h"
 
 #include "ring/retry_table.h"
 
@@ -61,7 +61,7 @@ void ghost_answered(void) {
 }
 
 void ghost_counts_dead(uint64_t number, uint64_t claimant) {
-    if (claimant < AUDITOR && ghost_is_alive((int)claimant)) {
+    if (claimant < AUDITOR && engine_is_alive((int)claimant)) {
         engine_fail("request %llu counts as failed by the death of P%llu, which lives",
                     (unsigned long long)number, (unsigned long long)claimant);
     }
@@ -73,7 +73,7 @@ bool ghost_wants(void) {
 
 static bool any_lives(uint8_t processes) {
     for (int i = 0; i < AUDITOR; i++) {
-        if ((processes >> i & 1) != 0 && ghost_is_alive(i)) {
+        if ((processes >> i & 1) != 0 && engine_is_alive(i)) {
             return true;
         }
     }

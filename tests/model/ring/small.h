@@ -5,6 +5,8 @@
 #ifndef SHMBUS_MODEL_SMALL_H
 #define SHMBUS_MODEL_SMALL_H
 
+#define SHMBUS_DECLARED_BYTES 56u
+#define SHMBUS_RELAY_MIN_ENTRIES 1u
 #include "ring/layout.h"
 
 #undef SHMBUS_PAGE
