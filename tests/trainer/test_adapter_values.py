@@ -219,6 +219,9 @@ class Env(ShmbusEnv):
     """What the mix-in uses of a BaseEnv."""
 
 
+TWO: dict[str, Any] = {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0, 1.0]}
+
+
 @pytest.mark.parametrize(
     ("second", "says"),
     [
@@ -227,17 +230,19 @@ class Env(ShmbusEnv):
         ({"tokens": [[1]], "scores": [1.0]}, "masks: expected a list"),
         ({"tokens": [[1]], "masks": [[1]], "scores": [1.0], "messages": [object()]}, "meta: "),
         ({"tokens": [[1] * 99_999], "masks": [[1] * 99_999], "scores": [1.0]}, "at most"),
+        ({**TWO, "tokens": [[1.5], [2]]}, r"tokens\[0\]: expected .* 64-bit"),
+        ({**TWO, "scores": [math.nan, 1.0]}, "scores: expected .*finite"),
+        ({**TWO, "masks": [[1]]}, "masks: expected 2"),
+        ({**TWO, "advantages": [[math.inf], []]}, r"advantages\[0\]: expected .*finite"),
         (None, "expected a ScoredDataGroup, a dict, got NoneType"),
     ],
-    ids=["scores", "tokens", "masks", "meta", "large", "none"],
 )
 def test_groups_put_together_are_put_all_or_none(second: Any, says: str, bus: shmbus.Bus) -> None:
-    good = {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0, 1.0]}
     env = Env()
     env.shmbus_bus = bus.name  # type: ignore[misc]
     errors = (TypeError, ValueError, shmbus.RecordTooLargeError)
     with pytest.raises(errors, match=says):
-        asyncio.run(env._send_scored_data_to_api([good, second]))
+        asyncio.run(env._send_scored_data_to_api([TWO, second]))
     env._shmbus().close()
     assert bus.stats().committed == 0
 
@@ -255,7 +260,9 @@ for _name in ("RolloutTurnID", "TrainingSample", "TrainingSampleGroup"):
 OF_ADAPTERS: list[tuple[Callable[[str], object], str]] = [
     (lambda bus: AtroposTrainer(bus, 2.0), "batch_size: expected an int, got float"),
     (lambda bus: AtroposTrainer(bus, True), "batch_size: expected an int, got bool"),
+    (lambda bus: AtroposTrainer(bus, 0), "batch_size: expected 1 or more"),
     (lambda bus: AtroposTrainer(bus, 2, keep_batches="1"), "keep_batches: expected an int"),
+    (lambda bus: AtroposTrainer(bus, 1, keep_batches=-1), "keep_batches: expected 0 or more"),
     (lambda bus: AtroposTrainer(bus, 2, minimums={1: math.nan}), "share of 0 to 1 for env"),
     (lambda bus: AtroposTrainer(bus, 2, minimums=5), "minimums: expected the shares"),
     (lambda bus: AtroposTrainer(bus, 2, url="host:1"), "url: expected http://HOST:PORT"),

@@ -1,7 +1,5 @@
 """`annotate_group`: arrays that come to a complete group before its batch, refused by name."""
 
-import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,6 @@ import torch
 import shmbus
 from shmbus import Bus, Producer
 from trainer_adapter import ExtraField, OnlineDataHandler
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="16MiB") as handle:
-        yield handle
 
 
 def put(producer: Producer, key: str, lengths: tuple[int, ...] = (3, 5)) -> None:
@@ -30,46 +22,6 @@ def reference(group: shmbus.Group) -> dict[str, Any]:
         "ref_logprobs": [-t["tokens"].astype(np.float32) for t in group],
         "values": [t.score for t in group],
     }
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("layout", ["packed", "padded", "prefix"])
-def test_columns_reach_the_sample(bus: Bus, producer: Producer, layout: Any, prefetch: int) -> None:
-    put(producer, "a")
-    put(producer, "b", (2, 4, 1))
-    with OnlineDataHandler(
-        bus.name, groups_per_batch=2, annotate_group=reference, layout=layout, prefetch=prefetch,
-        extra_fields={"values": "sequence"},
-    ) as handler:  # fmt: skip
-        batch = handler.next_batch(30)
-        assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
-        assert batch.extra["values"].tolist() == batch.scores.tolist()
-        assert batch.extra_kinds == {"ref_logprobs": "token", "values": "sequence"}
-        handler.ack(batch)
-
-
-def test_a_coroutine_annotates_all_groups_of_a_take_at_once(bus: Bus, producer: Producer) -> None:
-    barrier = asyncio.Barrier(5) if hasattr(asyncio, "Barrier") else None
-    together: list[str] = []
-
-    async def annotate(group: shmbus.Group) -> dict[str, Any]:
-        together.append(group.instance_id)
-        if barrier is not None:
-            await barrier.wait()
-        while len(together) < 5:
-            await asyncio.sleep(0)
-        return {"teacher": [torch.ones(len(t["tokens"]), 4).bfloat16() for t in group]}
-
-    for number in range(5):
-        put(producer, f"q{number}")
-    with OnlineDataHandler(
-        bus.name, groups_per_batch=5, annotate_group=annotate,
-        extra_fields={"teacher": ExtraField(kind="token", dtype="bfloat16")},
-    ) as handler:  # fmt: skip
-        batch = handler.next_batch(30)
-        assert batch.extra["teacher"].shape == (40, 4)
-        assert batch.extra["teacher"].dtype == torch.bfloat16
-        handler.ack(batch)
 
 
 def test_an_error_is_raised_and_the_next_call_annotates_once(bus: Bus, producer: Producer) -> None:
@@ -93,6 +45,30 @@ def test_an_error_is_raised_and_the_next_call_annotates_once(bus: Bus, producer:
         handler.give_back(batch)
         assert torch.equal(handler.next_batch(30).extra["ref_logprobs"], -batch.tokens.float())
         assert len(asked) == 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("layout", ["packed", "padded", "prefix"])
+def test_columns_reach_the_sample(bus: Bus, producer: Producer, layout: Any, prefetch: int) -> None:
+    put(producer, "a")
+    put(producer, "b", (2, 4, 1))
+    fields = {"values": "sequence", "teacher": ExtraField(kind="token", dtype="bfloat16")}
+
+    async def annotate(group: shmbus.Group) -> dict[str, Any]:
+        teacher = [torch.ones(len(t["tokens"]), 4).bfloat16() for t in group]
+        return {**reference(group), "teacher": teacher}
+
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=2, annotate_group=annotate, layout=layout, prefetch=prefetch,
+        extra_fields=fields,
+    ) as handler:  # fmt: skip
+        batch = handler.next_batch(30)
+        assert batch.extra["teacher"].dtype == torch.bfloat16 and batch.extra["teacher"].any()
+        assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
+        assert batch.extra["values"].tolist() == batch.scores.tolist()
+        kinds = {"ref_logprobs": "token", "teacher": "token", "values": "sequence"}
+        assert batch.extra_kinds == kinds
+        handler.ack(batch)
 
 
 @pytest.mark.parametrize(

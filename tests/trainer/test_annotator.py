@@ -16,6 +16,7 @@ from conftest import Daemon, Spawner, wait_until
 
 import shmbus
 from shmbus import Annotator, Bus, Columns, Consumer, Producer, ProtocolError
+from shmbus.handles import source
 from trainer_adapter import OnlineDataHandler
 
 REFERENCE = {"ref_logprobs": "float32"}
@@ -280,7 +281,10 @@ def test_killed_trainers_and_annotators_train_each_group_with_its_column_once(
             assert consumer.stats().balanced
 
 
-def test_ranks_without_daemon_columns_are_told(daemon: Callable[..., Daemon], bus: Bus) -> None:
+def test_ranks_without_daemon_columns_are_told(
+    daemon: Callable[..., Daemon], bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "DAEMON_WAIT_S", 0.1)
     daemon()
     with pytest.raises(shmbus.BusNotFoundError, match=r"columns\.ref_logprobs"):
         Columns(bus.name, REFERENCE, rank=1, world_size=2)

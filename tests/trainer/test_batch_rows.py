@@ -1,14 +1,11 @@
 """Samples of several rows in a batch: a sequence a row, one score and one advantage a sample."""
 
-import contextlib
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Daemon
 
 import shmbus
 from shmbus import Consumer, Producer
@@ -126,18 +123,6 @@ def test_each_row_is_a_sequence(consumer: Consumer, groups: list[list[dict[str, 
     assert batch.advantages.numpy() == pytest.approx(want, rel=1e-5)
 
 
-def test_each_row_is_padded_alone(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
-    batch = pack(consumer.take(3, 10), layout="padded", extra_fields={"ref_logprobs": "token"})
-    assert_rows(batch, groups)
-    for line, ref, (_, _, row) in zip(
-        batch.tokens, batch.extra["ref_logprobs"], sequences(groups), strict=True
-    ):
-        length = len(row["tokens"])
-        assert line[:length].tolist() == row["tokens"].tolist()
-        assert not line[length:].any()
-        assert np.array_equal(ref[:length].numpy(), row["ref_logprobs"])
-
-
 def test_row_fields_are_cut(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
     batch = pack(consumer.take(3, 10), extra_fields=EXTRA)
     every = sequences(groups)
@@ -153,30 +138,6 @@ def test_row_fields_are_cut(consumer: Consumer, groups: list[list[dict[str, Any]
         assert np.array_equal(batch.extra[name].numpy(), np.concatenate(rows)), name
         ends = np.cumsum([0, *(len(one) for one in rows)])
         assert batch.extra_offsets[name].tolist() == ends.tolist(), name
-
-
-def test_micro_batches_keep_rows(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
-    batch = pack(consumer.take(3, 10), extra_fields=EXTRA)
-    parts = micro_batches(batch, max_tokens=9)
-    assert sum(part.num_sequences for part in parts) == batch.num_sequences
-    every = sequences(groups)
-    for part in parts:
-        assert part.num_tokens <= 9
-        for at, position in enumerate(part.sequence_indices.tolist()):
-            start, end = part.cu_seqlens[at : at + 2].tolist()
-            sample, _, row = every[position]
-            assert part.tokens[start:end].tolist() == row["tokens"].tolist()
-            assert part.position_ids[start:end].tolist() == list(range(end - start))
-            assert int(part.sample_of[at]) == sample
-            assert int(part.newest_policy_versions[at]) == int(
-                batch.newest_policy_versions[position]
-            )
-
-
-def test_rows_pickle_and_move_whole(consumer: Consumer, groups: list[list[dict[str, Any]]]) -> None:
-    batch = pack(consumer.take(3, 10))
-    for other in (pickle.loads(pickle.dumps(batch)), batch.to("cpu")):
-        assert_rows(other, groups)
 
 
 def assert_whole(batch: Batch | MicroBatch, every: list[tuple[int, Any, Any]]) -> None:
@@ -217,33 +178,12 @@ def test_rows_go_through_a_handler_its_state_and_micro_batches(
             assert_whole(batch, every)
             for part in micro_batches(batch, count=2):
                 assert_whole(part, [every[i] for i in part.sequence_indices.tolist()])
+                for name in ("sample_of", "newest_policy_versions"):
+                    assert torch.equal(
+                        getattr(part, name), getattr(batch, name)[part.sequence_indices]
+                    )
             handler.ack(batch)
         assert handler.stats().balanced and handler.stats().dropped == {}
-
-
-def test_ranks_have_their_own_rows(daemon: Callable[..., Daemon], bus_name: str, seed: int) -> None:
-    daemon("--capacity", "8MiB")
-    rng = np.random.default_rng(seed)
-    sent = {f"k{number}": make_group(rng) for number in range(4)}
-    with Producer(bus_name) as producer, contextlib.ExitStack() as stack:
-        for key, group in sent.items():
-            put(producer, key, group)
-        handlers = [
-            stack.enter_context(
-                OnlineDataHandler(
-                    bus_name, rank=rank, world_size=2, groups_per_batch=2, extra_fields=EXTRA
-                )
-            )
-            for rank in range(2)
-        ]
-        seen: list[str] = []
-        for handler in handlers:
-            batch = handler.next_batch(20)
-            keys = list(dict.fromkeys(batch.instance_ids))
-            assert_whole(batch, sequences([sent[key] for key in keys]))
-            seen += keys
-            handler.ack(batch)
-        assert sorted(seen) == sorted(sent)
 
 
 def test_a_token_budget_counts_all_rows(bus: shmbus.Bus, producer: Producer) -> None:

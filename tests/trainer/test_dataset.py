@@ -12,7 +12,7 @@ from conftest import keys_of
 from torch.utils.data import DataLoader, IterableDataset
 
 from shmbus import Bus, Producer
-from trainer_adapter import OnlineDataHandler, pack
+from trainer_adapter import OnlineDataHandler
 
 
 def put(producer: Producer, key: str, metas: list[Any] | None = None, **more: Any) -> None:
@@ -227,10 +227,3 @@ def test_the_progress_line_shows_batches_and_lag(bus: Bus, producer: Producer, s
     assert written.getvalue() == (f"\r{line}\x1b[K\n" if stream is Terminal else f"{line}\n")
     for words in ("step 0: 1 group, 2 sequences, 8 tokens", "lag 2.0", "1 group open"):
         assert words in line
-
-
-def test_pack_masks_truncated_samples_too(bus: Bus, producer: Producer) -> None:
-    put(producer, "cut", REASONS)
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
-        groups = handler.next_batch(10).groups
-        assert int(pack(groups, truncated="mask").loss_mask.sum()) == 3

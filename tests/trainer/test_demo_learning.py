@@ -1,6 +1,7 @@
 """The demo's learning part: the task is fair, sampler and trainer agree, and GRPO steps help."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +23,7 @@ TASK = SortTask()
 LOGPROB_TOLERANCE = 1e-4
 
 
-@dataclass
-class Batch:
-    tokens: torch.Tensor
-    position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-    loss_mask: torch.Tensor
-    logprobs: torch.Tensor
-    advantages: torch.Tensor
-    scores: torch.Tensor
-
-
-def pack(groups: list[list[Sample]], scores: list[list[float]]) -> Batch:
+def pack(groups: list[list[Sample]], scores: list[list[float]]) -> Any:
     samples = [sample for group in groups for sample in group]
     lens = np.array([len(sample.tokens) for sample in samples])
     rewards = np.array(scores, np.float32)
@@ -43,7 +32,7 @@ def pack(groups: list[list[Sample]], scores: list[list[float]]) -> Batch:
     def joined(arrays: list[npt.NDArray[np.generic]], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays).astype(dtype))
 
-    return Batch(
+    return SimpleNamespace(
         tokens=joined([s.tokens for s in samples], np.int64),
         position_ids=joined([np.arange(n) for n in lens], np.int64),
         cu_seqlens=torch.from_numpy(np.append(0, lens.cumsum()).astype(np.int32)),
@@ -140,7 +129,7 @@ def test_a_few_dozen_grpo_steps_on_stale_batches_raise_the_reward(seed: int) -> 
     held_out = task.held_out_prompts(100)
     before = evaluate(sampler, task, held_out * 4, rng)
     steps, lag = 30, 2
-    waiting: list[Batch] = []
+    waiting: list[Any] = []
     for _ in range(steps + lag):
         prompts = [task.sample_prompt(rng) for _ in range(16)]
         groups = sample_groups(sampler, prompts, 8, task.max_completion_len, rng)
@@ -160,7 +149,7 @@ def test_a_few_dozen_grpo_steps_on_stale_batches_raise_the_reward(seed: int) -> 
     assert after.mean_reward > before.mean_reward + 0.15
 
 
-def some_batch(sampler: Sampler, rng: np.random.Generator) -> Batch:
+def some_batch(sampler: Sampler, rng: np.random.Generator) -> Any:
     prompts = [TASK.sample_prompt(rng) for _ in range(4)]
     groups = sample_groups(sampler, prompts, 4, TASK.max_completion_len, rng)
     return pack(groups, [[0.0, 0.25, 0.5, 1.0]] * 4)

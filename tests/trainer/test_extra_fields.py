@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy_batches import put
 from torch.utils.data import DataLoader
 
 from shmbus import Bus, Consumer, Producer
@@ -36,11 +37,6 @@ def random_sample(rng: np.random.Generator, length: int) -> dict[str, Any]:
         "score": float(rng.random()),
         "meta": {"env_id": f"env-{int(rng.integers(0, 9))}"},
     }
-
-
-def put(producer: Producer, key: str, group: list[dict[str, Any]]) -> None:
-    for index, sample in enumerate(group):
-        producer.put(key, group_size=len(group), index=index, timeout=10, **sample)
 
 
 @pytest.fixture
@@ -92,16 +88,6 @@ def test_a_handler_packs_them_beside_the_tokens(
             assert_extra(batch, samples[first : first + 6])
             handler.ack(batch)
         assert handler.stats().dropped == {}
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_micro_batches_keep_their_own(bus: Bus, samples: list[dict[str, Any]], layout: Any) -> None:
-    with Consumer(bus.name) as consumer:
-        batch = pack(consumer.take(64, 10), extra_fields=FIELDS, layout=layout)
-        parts = micro_batches(batch, count=5)
-        assert sorted(i for part in parts for i in part.sequence_indices.tolist()) == [*range(24)]
-        for part in parts:
-            assert_extra(part, [samples[i] for i in part.sequence_indices.tolist()])
 
 
 NUMPY_DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8"]
@@ -168,6 +154,16 @@ def put_optional(producer: Producer) -> None:
     put(producer, "some", [{"tokens": np.arange(2), **full}, {"tokens": np.arange(1)}])
 
 
+def put_long(producer: Producer, rng: np.random.Generator, dtypes: list[str]) -> None:
+    """Rows of more bytes than a step of the kernel, with a field of each dtype."""
+
+    def field(kind: str) -> np.ndarray[Any, Any]:
+        return rng.integers(0, 99, (700, 3, 13)).astype(kind)
+
+    group = [{"tokens": np.arange(700), **{kind: field(kind) for kind in dtypes}} for _ in "abc"]
+    put(producer, "long", group)
+
+
 def test_a_sample_without_an_optional_field_gets_its_fill(bus: Bus, producer: Producer) -> None:
     put_optional(producer)
     with OnlineDataHandler(bus.name, groups_per_batch=1, extra_fields=OPTIONAL) as handler:
@@ -204,15 +200,7 @@ def test_each_way_to_a_gpu_brings_the_same(
 @pytest.mark.gpu
 def test_a_gpu_gets_long_rows_and_fills(bus: Bus, producer: Producer) -> None:
     dtypes = ["u1", "i2", "f4", "f8"]
-    rng = np.random.default_rng(3)
-    group = [
-        {
-            "tokens": np.arange(700),
-            **{kind: rng.integers(0, 99, (700, 3, 13)).astype(kind) for kind in dtypes},
-        }
-        for _ in range(3)
-    ]
-    put(producer, "long", group)
+    put_long(producer, np.random.default_rng(3), dtypes)
     put_optional(producer)
     with Consumer(bus.name) as consumer:
         for wanted in (dict.fromkeys(dtypes, "token"), OPTIONAL, OPTIONAL):
@@ -331,16 +319,6 @@ def test_a_batch_moves_with_all_of_its_tensors(bus: Bus, samples: list[dict[str,
         # The copy stands for the batch: a trainer has nothing else after `batch = batch.to(...)`.
         handler.ack(moved)
         assert handler.stats().acknowledged == 24
-
-
-def test_a_short_repr_says_shapes_and_no_values(bus: Bus, samples: list[dict[str, Any]]) -> None:
-    with Consumer(bus.name) as consumer:
-        batch = pack(consumer.take(64, 10), extra_fields=FIELDS)
-        text = repr(batch)
-        assert text.startswith(f"<Batch: 8 groups, 24 sequences, {batch.num_tokens} tokens")
-        assert f"routed_experts uint8 [{batch.num_tokens}, 3, 2]" in text
-        assert "env_id list [24]" in text and len(text) < 400
-        assert "tensor(" not in repr(micro_batches(batch, count=2)[0])
 
 
 def test_tensors_that_numpy_lacks_come_into_a_batch_as_they_were(bus: Bus) -> None:

@@ -1,7 +1,6 @@
 """Nothing trains on filler: a whole group has a field under its right name, or no sample has."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,6 @@ from numpy_batches import assert_batch, put, sample
 
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import FieldNames, OnlineDataHandler, pack
-from trainer_adapter.corrections import importance_correction
-from trainer_adapter.losses import kl_estimate, policy_loss
-from trainer_adapter.microbatch import micro_batches
 
 TOKENS = np.arange(6, dtype=np.int32)
 FULL: dict[str, Any] = {
@@ -121,23 +117,6 @@ def test_late_logprobs_end_waiting_groups_without_logprobs(bus: Bus, producer: P
         assert set(handler.next_batch(timeout=10).instance_ids) == {"with", "more"}
 
 
-def test_a_loss_says_that_the_logprobs_are_not_there(bus: Bus, producer: Producer) -> None:
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
-        producer.put("a", group_size=1, index=0, tokens=TOKENS)
-        batch = handler.next_batch(timeout=10)
-        (part,) = micro_batches(batch, count=1)
-        assert part.logprobs is None
-        new = torch.zeros(6)
-        calls: list[Callable[[], object]] = [
-            lambda: policy_loss(new, part.logprobs, part.advantages, part.loss_mask),
-            lambda: kl_estimate(new, part.logprobs, part.loss_mask),
-            lambda: importance_correction(new, part.logprobs, part.loss_mask),
-        ]
-        for call in calls:
-            with pytest.raises(ValueError, match=r"logprobs: expected .*, got None.*FieldNames"):
-                call()
-
-
 def test_a_near_name_warns(bus: Bus, producer: Producer, caplog: pytest.LogCaptureFixture) -> None:
     near = {"log_probs": "logprobs", "completion_mask": "loss_mask"}
     with (
@@ -179,11 +158,3 @@ def test_the_advice_for_a_value_that_is_no_array_fits(bus: Bus, producer: Produc
         with pytest.raises(TypeError, match=advice) as caught:
             producer.put("a", group_size=1, index=0, tokens=TOKENS, extra=value)
         assert "int32" not in str(caught.value)
-
-
-def test_arrays_of_such_a_name_stay_fields(bus: Bus, producer: Producer) -> None:
-    more = {"rewards": np.ones(6, np.float32), "temperature": np.float32(0.7)}
-    producer.put("a", group_size=1, index=0, tokens=TOKENS, **more)
-    with Consumer(bus.name) as consumer, consumer.take(1, 5)[0] as group:
-        assert group[0]["rewards"].shape == (6,)
-        assert group[0]["temperature"] == np.float32(0.7)

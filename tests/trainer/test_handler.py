@@ -38,14 +38,6 @@ def test_batches_hold_whole_groups(bus: Bus, producer: Producer, seed: int, budg
         assert handler.stats().acknowledged == sum(map(len, groups.values()))
 
 
-def test_a_budget_may_be_used_to_its_last_token(bus: Bus, producer: Producer) -> None:
-    for number in range(5):
-        put(producer, f"k{number}", [sample(np.random.default_rng(number), 15) for _ in range(2)])
-    with OnlineDataHandler(bus.name, tokens_per_batch=60, max_wait=0.05) as handler:
-        batches = [handler.next_batch(10) for _ in range(3)]
-        assert [batch.total_tokens for batch in batches] == [60, 60, 30]
-
-
 def test_a_group_count_is_exact_unless_time_is_up(bus: Bus, producer: Producer, seed: int) -> None:
     groups = put_random(producer, seed, 7)
     with OnlineDataHandler(bus.name, groups_per_batch=3, max_wait=0.1) as handler:
@@ -283,74 +275,13 @@ def test_the_state_of_another_bus_filters_nothing(bus_name: str) -> None:
                 state = handler.state_dict()
 
 
-def test_options_of_the_consumer_are_passed_on(bus: Bus, producer: Producer) -> None:
-    good = sample(np.random.default_rng(10), 3, policy_version=5)
-    put(producer, "level", [{**good, "score": 1.0}, {**good, "score": 1.0}])
-    put(producer, "stale", [{**good, "policy_version": 1}, {**good, "score": 2.0}])
-    put(producer, "useful", [{**good, "score": 2.0}, good])
-    with OnlineDataHandler(bus.name, max_policy_lag=2, skip_zero_variance=True) as handler:
-        handler.set_policy_version(5)
-        assert handler.next_batch(10).instance_ids == ["useful", "useful"]
-        assert handler.stats().dropped == {"zero_variance": 2, "stale": 2}
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_batch_makes_the_handlers_step(bus: Bus, producer: Producer, prefetch: int) -> None:
-    for number in range(4):
-        producer.put(number, group_size=1, index=0, tokens=[1])
-    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch) as handler:
-        for step in range(4):
-            batch = handler.next_batch(10)
-            assert (batch.step, handler.step) == (step, step + 1)
-            handler.set_policy_version(handler.step)
-            handler.ack(batch)
-        assert producer.policy_version == 4
-
-
-def put_pair(
-    producer: Producer, instance_id: str, scores: tuple[float, float] = (0.0, 1.0)
-) -> None:
-    for index, score in enumerate(scores):
-        producer.put(
-            instance_id, group_size=2, index=index, score=score, tokens=np.arange(4, dtype=np.int32)
-        )
-
-
-def test_a_callable_is_called_with_scores_of_the_bus_only(bus: Bus, producer: Producer) -> None:
-    seen = []
-
-    def centred(scores: Any) -> torch.Tensor:
-        seen.append(scores.tolist())
-        return torch.tensor(scores - scores.mean(), dtype=torch.float32, requires_grad=True)
-
-    put_pair(producer, "g", (3.0, 5.0))
-    with OnlineDataHandler(bus.name, groups_per_batch=1, advantages=centred) as handler:
-        batch = handler.next_batch(10)
-        assert batch.advantages.tolist() == [-1.0] * 4 + [1.0] * 4
-        assert not batch.advantages.requires_grad
-    assert seen == [[3.0, 5.0]]
-
-
-def test_an_advantage_callable_with_a_bad_result_is_named(bus: Bus, producer: Producer) -> None:
-    put_pair(producer, "g")
-    answers: list[Any] = [[1.0], [float("nan"), 0.0], None, [1j, 0.0], [2.0, 3.0]]
-    with OnlineDataHandler(
-        bus.name, groups_per_batch=1, advantages=lambda scores: answers.pop(0)
-    ) as handler:
-        for _ in range(4):
-            with pytest.raises(ValueError, match="advantages: expected 2 finite real numbers from"):
-                handler.next_batch(10)
-        assert handler.next_batch(10).advantages.tolist() == [2.0] * 4 + [3.0] * 4
-        assert handler.stats().dropped == {}
-
-
 def test_numpys_integers_are_integers_to_a_handler(bus: Bus) -> None:
     sizes: dict[str, Any] = {"groups_per_batch": np.int32(1), "pack_threads": np.int64(1)}
     with (
         Producer(bus.name) as producer,
         OnlineDataHandler(bus.name, prefetch=np.int8(1), **sizes) as handler,  # type: ignore[arg-type]
     ):
-        put_pair(producer, "a")
+        put(producer, "a", [sample(np.random.default_rng(11), 3)] * 2)
         batch = handler.next_batch(30.0)
         assert batch.num_sequences == 2
         handler.ack(batch)

@@ -232,20 +232,6 @@ def test_a_loader_that_would_collate_is_refused_before_a_batch_is_taken(
         assert next(iter(own)).instance_ids == ["b"]
 
 
-def test_a_handler_says_its_bus_and_step(bus: Bus, producer: Producer) -> None:
-    put(producer, "a", [1.0])
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
-        assert repr(handler) == f"<OnlineDataHandler {bus.name!r} step 0>"
-        assert handler.progress.line == "no batch yet"
-        batch = handler.next_batch(10)
-        words = "1 group, 1 sequence, 3 tokens, packed on cpu, without logprobs"
-        assert repr(batch) == f"<Batch step 0: {words}>"
-        assert repr(handler) == f"<OnlineDataHandler {bus.name!r} step 1 1 out>"
-        assert "step 0: 1 group," in handler.progress.line
-        handler.ack(batch)
-    assert repr(handler).endswith("step 1 closed>")
-
-
 def test_figures_survive_an_interrupted_count(bus: Bus, producer: Producer, seed: int) -> None:
     groups = put_random(producer, seed, 3)
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:

@@ -108,30 +108,6 @@ def test_a_batch_without_tokens_gives_zero(normalisation: Any, denominator: Any,
     assert not torch.autograd.grad(got.loss, row.new)[0].any()
 
 
-def test_micro_batches_with_one_denominator_add_up_to_the_whole(seed: int) -> None:
-    row = Row(seed)
-    losses, mask = row.advantages, row.mask
-    for normalisation, count in (
-        ("token", int(mask.sum())),
-        ("sequence", sum(map(bool, row.trained()))),
-    ):
-        whole = aggregate_loss(
-            losses, mask, normalisation=normalisation, cu_seqlens=CU_SEQLENS
-        )  # fmt: skip
-        edge = int(CU_SEQLENS[3])
-        parts = [
-            aggregate_loss(
-                losses[part], mask[part], normalisation=normalisation, denominator=count,
-                cu_seqlens=borders,
-            )
-            for part, borders in (
-                (slice(None, edge), CU_SEQLENS[:4]),
-                (slice(edge, None), CU_SEQLENS[3:] - edge),
-            )
-        ]  # fmt: skip
-        torch.testing.assert_close(parts[0] + parts[1], whole)
-
-
 def test_tokens_after_the_last_border_belong_to_no_sequence(seed: int) -> None:
     row = Row(seed)
     tail = torch.full((4,), 100.0, dtype=torch.float64)
@@ -156,17 +132,6 @@ def test_the_kl_estimators_are_schulmans(kind: Any, seed: int) -> None:
         real = bool(row.mask[i])
         assert got[i].item() == pytest.approx(value if real else 0.0)
         assert slopes[i].item() == pytest.approx(slope if real else 0.0)
-
-
-def test_k1_and_k3_average_to_the_divergence(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    policy = torch.randn(8, generator=generator).double().log_softmax(0)
-    reference = torch.randn(8, generator=generator).double().log_softmax(0)
-    exact = (policy.exp() * (policy - reference)).sum()
-    everywhere = torch.ones(8, dtype=torch.bool)
-    for kind in ("k1", "k3"):
-        estimates = kl_estimate(policy, reference, everywhere, kind=kind)
-        torch.testing.assert_close((policy.exp() * estimates).sum(), exact)
 
 
 def test_ratios_beyond_all_bounds_stay_finite() -> None:

@@ -54,16 +54,6 @@ def test_it_has_no_clock_no_thread_no_socket_and_no_torch() -> None:
     assert not imported & {"asyncio", "select", "socket", "threading", "time", "torch"}
 
 
-def test_a_batch_that_is_not_full_is_due_max_wait_after_its_first_group() -> None:
-    planner = planned(tokens=10, max_wait_s=1.0)
-    add(planner, {"a": 1}, 5.0)
-    add(planner, {"b": 1}, 5.75)
-    assert planner.left_s(5.75) == 0.25
-    assert not planner.due(5.75)
-    assert planner.due(6.0)
-    assert make(planner) == "ab"
-
-
 def test_the_wait_runs_exactly_while_a_group_waits() -> None:
     assert planned(tokens=10).left_s(1e9) is None
     planner = planned(tokens=10, max_wait_s=1.0)
@@ -105,18 +95,6 @@ def test_an_error_is_raised_once_in_its_turn_and_is_not_recalled() -> None:
     with pytest.raises(ValueError, match="in its turn"):
         planner.hand_out(1)
     assert (list(planner.ready), list(planner.out)) == ([], [0])
-
-
-def test_a_batch_is_out_under_its_own_step_until_it_is_acknowledged() -> None:
-    planner = planned(groups=1)
-    add(planner, {"a": 1, "b": 1})
-    make(planner), make(planner)
-    a, b = planner.hand_out(0), planner.hand_out(1)
-    assert planner.out_as(0) is a and planner.out_as(1) is b
-    assert planner.out_as(2) is None
-    planner.acknowledged(0)
-    assert planner.out_as(0) is None
-    assert list(planner.out) == [1]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The prefix layout: what a group shares once, and everything else as if packed plainly."""
 
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,6 @@ from trainer_adapter.microbatch import micro_batches
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PLAIN = ("tokens", "position_ids", "cu_seqlens", "loss_mask", "logprobs", "advantages", "scores")
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="16MiB") as handle:
-        yield handle
 
 
 def answers(rng: np.random.Generator, prompt: np.ndarray[Any, Any], count: int) -> list[Any]:

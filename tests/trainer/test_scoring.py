@@ -6,14 +6,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Daemon, keys_of
+from conftest import keys_of
 
 import shmbus
 from shmbus import Bus, Consumer, Producer, UnscoredError
@@ -193,43 +192,6 @@ def test_evaluations_are_scored_and_survive_an_error(bus: Bus, producer: Produce
         with pytest.raises(ConnectionError):
             handler.evaluate(1, timeout=30)
         assert handler.evaluate(1, timeout=30)["eval/reward/mean"] == 1.0
-
-
-def test_ranks_score_their_shards(bus_name: str, daemon: Callable[..., Daemon]) -> None:
-    daemon("--capacity", "4MiB")
-    with Producer(bus_name) as producer:
-        for key in ("a", "b"):
-            put(producer, key)
-    made = [
-        OnlineDataHandler(bus_name, groups_per_batch=1, rank=rank, world_size=2, score_group=judge)
-        for rank in range(2)
-    ]
-    try:
-        batches = [handler.next_batch(30) for handler in made]
-        assert sorted(keys_of(batches[0]) + keys_of(batches[1])) == ["a", "b"]
-        for handler, batch in zip(made, batches, strict=True):
-            assert batch.scores.tolist() == [1.0, 2.0]
-            handler.ack(batch)
-    finally:
-        for handler in made:
-            handler.close()
-
-
-def test_closing_ends_a_wait_for_the_judge(bus: Bus, producer: Producer) -> None:
-    asked = threading.Event()
-
-    async def never(group: shmbus.Group) -> list[float]:
-        asked.set()
-        await asyncio.sleep(3600)
-        return []
-
-    put(producer, "q")
-    with OnlineDataHandler(bus.name, groups_per_batch=1, score_group=never, prefetch=1) as handler:
-        with pytest.raises(TimeoutError):
-            handler.next_batch(0.05)
-        assert asked.wait(30)
-    with Consumer(bus.name) as consumer:
-        assert len(consumer.take(timeout=10)) == 1
 
 
 GROUPS = 12

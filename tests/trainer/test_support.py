@@ -1,6 +1,5 @@
 """Sampling masks: carried with samples and rows, replayed in logprobs, refused by name."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,6 @@ from trainer_adapter.microbatch import micro_batches
 
 VOCABULARY = 20
 FIELDS: Any = {"support": "support"}
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="16MiB") as handle:
-        yield handle
 
 
 def row(rng: np.random.Generator, prompt: int) -> tuple[dict[str, Any], list[np.ndarray[Any, Any]]]:

@@ -17,7 +17,7 @@ from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.compat import pad_input, unpad_input
 from trainer_adapter.corrections import importance_correction, overlong_penalty
 from trainer_adapter.gpu.packer import GpuPacker
-from trainer_adapter.losses import policy_loss
+from trainer_adapter.losses import kl_estimate, policy_loss
 from trainer_adapter.microbatch import micro_batches
 
 Call = Callable[[Any], object]
@@ -125,7 +125,14 @@ REFUSED: list[tuple[Call, str]] = [
     (loss(**BORDERS, cu_seqlens=INDICES[None]), "ValueError: shape .sequences . 1., got .1, 2."),
     (loss(normalisation="constant"), "ValueError: denominator: expected a number"),
     (lambda g: importance_correction(ROW, ROW, MASK, low=3.0), "ValueError: low <= high, got 2.0"),
-    (lambda g: importance_correction(ROW, None, MASK), "ValueError: expected logprobs"),
+    *(
+        (call, "ValueError: logprobs: expected .*, got None.*FieldNames")
+        for call in (
+            lambda g: importance_correction(ROW, None, MASK),
+            lambda g: policy_loss(ROW, None, ROW, MASK),
+            lambda g: kl_estimate(ROW, None, MASK),
+        )
+    ),
     (lambda g: overlong_penalty([1], longest=4, buffer=5), "ValueError: expected 0 < buff"),
     (lambda g: unpad_input(HIDDEN, torch.ones(2, 3)), "TypeError: expected bool or integers, got"),
     (lambda g: unpad_input(HIDDEN, MASK), r"ValueError: got \(4,\)"),

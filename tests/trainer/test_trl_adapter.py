@@ -120,29 +120,6 @@ def test_a_row_is_the_whole_sequence_in_the_types_of_trl(bus: str) -> None:
     assert logprobs.tolist() == [0, -1, -2, 0]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"logprobs": None}, ["'logprobs'", "none", "sampler's logprob"]),
-        ({"loss_mask": None}, ["'loss_mask'", "none", "1 for each token"]),
-        ({"tokens": None}, ["'tokens'", "none"]),
-        ({"logprobs": np.zeros(3, np.float32)}, ["'logprobs'", "shape (3,)"]),
-        ({"logprobs": np.full(4, np.nan, np.float32)}, ["'logprobs'", "finite"]),
-        ({"advantages": np.zeros(4, np.float32)}, ["'advantages'", "one advantage a sample"]),
-        ({"tokens": np.full(4, 1.5)}, ["'tokens'", "whole numbers", "float64"]),
-        ({"tokens": np.full(4, 2**63, np.uint64)}, ["'tokens'", "2**63", "9223372036854775808"]),
-        ({"logprobs": np.zeros(4, np.complex64)}, ["'logprobs'", "real numbers", "complex64"]),
-        ({"logprobs": np.full(4, b"a")}, ["'logprobs'", "real numbers", "|S1"]),
-        ({"loss_mask": np.full(4, b"a")}, ["'loss_mask'", "numbers", "|S1"]),
-    ],
-)
-def test_samples_trl_refuses_are_named(bus: str, change: dict[str, Any], words: list[str]) -> None:
-    group = put_group(bus, {}, change)
-    with pytest.raises(ValueError, match="group 'q1', sample 1, field") as refused:
-        read_sample(group[1], Expected())
-    assert all(word in str(refused.value) for word in words), refused.value
-
-
 def test_limits_of_the_trainer_are_checked(bus: str) -> None:
     group = put_group(bus)
     read_sample(group[0], Expected(2, 2, 4))
