@@ -20,7 +20,7 @@ from shmbus.base import limits
 from shmbus.base.arguments import check_backoff, parse_size
 from shmbus.base.near_names import near
 from shmbus.data.schema import parse
-from shmbus.segment.bounds import Bounds, check_bounds
+from shmbus.segment.creation import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 

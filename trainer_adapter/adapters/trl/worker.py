@@ -21,11 +21,9 @@ from typing import Any, Final, Literal
 
 import shmbus
 from shmbus.base.arguments import check_choice
-from trainer_adapter.adapters.split_consumer import check_options
+from trainer_adapter.adapters.requested_groups import check_options
 from trainer_adapter.adapters.trl.callback import TrainerArguments, make_callback
-from trainer_adapter.adapters.trl.checkpoints import TrainedRows
-from trainer_adapter.adapters.trl.held import HeldGroups, open_within
-from trainer_adapter.adapters.trl.progress import RowMetrics
+from trainer_adapter.adapters.trl.held import HeldGroups, RowMetrics, TrainedRows, open_within
 from trainer_adapter.adapters.trl.samples import Advantages, Expected, ledger_metrics
 from trainer_adapter.adapters.trl.stack import needed
 

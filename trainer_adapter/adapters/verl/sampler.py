@@ -26,9 +26,8 @@ from typing import Any, Final, NamedTuple
 
 import shmbus
 from shmbus.base.arguments import check_choice
-from trainer_adapter.adapters.ended_groups import EndedGroups
 from trainer_adapter.adapters.prompt_response import experts_of, part_row
-from trainer_adapter.adapters.split_consumer import SplitConsumer
+from trainer_adapter.adapters.requested_groups import EndedGroups, SplitConsumer
 from trainer_adapter.adapters.verl.manager import LIMITS, OFFERED, PROMPTS, bus_of, needed
 
 
