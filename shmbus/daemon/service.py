@@ -566,7 +566,6 @@ class Service:
         return True
 
     def _is_alone(self) -> bool:
-        """Return True if a single client takes groups."""
         return sum(not session.observer for session in self.sessions.values()) == 1
 
     # -- trained samples -------------------------------------------------------------------------

@@ -265,7 +265,6 @@ class StepPlanner:
         return shard
 
     def _next_step(self, rank: int) -> int:
-        """Return a rank's next step."""
         step = self.next_steps.get(rank)
         return min(self.next_steps.values(), default=0) if step is None else step
 
@@ -372,7 +371,6 @@ class StepPlanner:
         self._pool_since_s = min(self._pool_since_s, now) if self._pool else math.inf
 
     def _is_full(self, ranks: int, request: messages.TakeStep) -> bool:
-        """Return True if the pool fills a step."""
         if request.groups is not None:
             return len(self._pool) >= ranks * request.groups
         return self._pool_weight >= ranks * (request.tokens or 0)

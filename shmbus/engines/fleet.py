@@ -469,7 +469,6 @@ class EngineFleet(ClosedByAsyncWith):
         return report
 
     async def _up_to_date(self, version: int) -> list[EngineServer]:
-        """Return the awake servers that run a version already."""
         awake = [each for each in self.servers if self._sleep_of(each) is None]
         behind = await self._behind(awake, version, silent=True)
         return [each for each in awake if each not in behind]

@@ -561,7 +561,6 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             checked_s = await self._check_stall(source, began_s, checked_s)
 
     def _ask(self, source: DaemonClient, wanted: int, slice_s: float, by_step: bool) -> None:
-        """Ask the daemon for groups, in a thread."""
         try:
             if by_step:
                 source.receive_step(
@@ -706,7 +705,6 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             source.flush()
 
     def _leased(self, source: Source, group: Group, verb: str) -> Any:
-        """Return the lease of a group held by this Consumer."""
         if not isinstance(group, Group):
             raise TypeError(f"{verb}: expected a Group, got {type(group).__name__}")
         group.require_leased(verb)

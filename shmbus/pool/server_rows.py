@@ -272,7 +272,6 @@ class ServerRows:
         return found or self._lost
 
     def _lose(self) -> None:
-        """Forget the versions of a removed pool, and keep the pool's servers as unknown."""
         self._lost = {
             name: ServerVersion(
                 name=name, state="unknown", ranks=each.ranks, why="the pool of its rows was removed"

@@ -245,7 +245,6 @@ class CoordinatorParty:
         self._tell_peers()
 
     def _tell_peers(self) -> None:
-        """Tell sinks the addresses of sources."""
         self._peers_changed = False
         self._next_peers_s = time.monotonic() + ROUND_S
         known = self._bus_of

@@ -282,7 +282,6 @@ def _file_name(name: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Convert sets and enumerations to JSON types."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return str(getattr(value, "value", value))

@@ -395,7 +395,6 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         self._open().report_loading()
 
     def _prepared(self, carried: CarriedVersion, named: Mapping[str, object], fit: Fit) -> Loading:
-        """Return the copies to make; reuse earlier checks."""
         cache = None if fit.slices else carried.cache
         found = None if cache is None else cache.get(named, fit[:2])
         if found is None:

@@ -183,7 +183,6 @@ class Demo:
         self._recent.append((time.monotonic(), self.groups, self.tokens))
 
     def _show(self, handler: OnlineDataHandler, supervisor: Supervisor) -> None:
-        """Print a line, now and then."""
         now = time.monotonic()
         if now < self._next_show_s:
             return

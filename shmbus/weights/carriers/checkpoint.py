@@ -173,8 +173,6 @@ class CheckpointWriter:
 
 
 class _CheckpointSink:
-    """Collector of tensors for one file."""
-
     def __init__(self, writer: CheckpointWriter, version: int, text: str) -> None:
         self._writer, self._version, self._text = writer, version, text
         self._places = writer._manifest.by_name()
@@ -204,7 +202,6 @@ class _CheckpointSink:
         """Do nothing: `put` already copied the piece."""
 
     def finish(self) -> None:
-        """Write the file, and make it the newest."""
         missing = [t.name for t in self._writer._manifest.tensors if t.name not in self._tensors]
         if missing:
             raise ManifestError("this version has not all of its tensors", missing)
@@ -212,7 +209,6 @@ class _CheckpointSink:
         self._tensors = {}
 
     def give_up(self, reason: str) -> None:
-        """Forget the tensors."""
         del reason
         self._tensors = {}
 

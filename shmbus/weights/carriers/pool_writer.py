@@ -147,8 +147,6 @@ class PoolWriter:
 
 
 class _PoolSink:
-    """Version under construction."""
-
     def __init__(self, writer: PoolWriter, write: VersionWrite, payload: torch.Tensor) -> None:
         self._writer, self._write = writer, write
         self._payload: torch.Tensor | None = payload
@@ -182,7 +180,6 @@ class _PoolSink:
         return size
 
     def put_lasting(self, pieces: Sequence[LocalPiece]) -> int:
-        """Copy a source's reusable pieces, together."""
         assert self._payload is not None
         if self._compared:
             return self._put_compared(pieces)
@@ -197,7 +194,6 @@ class _PoolSink:
         return known.plan.nbytes
 
     def _put_compared(self, pieces: Sequence[LocalPiece]) -> int:
-        """Compare a source's reusable pieces."""
         assert self._payload is not None
         known = self._writer.compared
         if known is None or not are_same(known.pieces, pieces):
@@ -241,7 +237,6 @@ class _PoolSink:
             self._begin(CopyPlan(pairs, whole=whole))
 
     def settle(self) -> None:
-        """Wait until every piece is copied."""
         self._flush()
         if self._payload is not None:
             settle_devices([self._payload])

@@ -328,7 +328,6 @@ class ShmbusRolloutWorker:
         self.metrics_queue.put(found)
 
     def _save_state(self) -> dict[str, Any] | None:
-        """Return the state for the current checkpoint."""
         if self._consumer is None:
             return self._left_with
         return self._held.save(self.bus, self._consumer.policy_version, self._behind)

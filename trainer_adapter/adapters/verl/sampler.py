@@ -147,8 +147,6 @@ kv_batch_put, kv_put, kv_list = needed("transfer_queue", "kv_batch_put", "kv_put
 
 
 class _Prompt(NamedTuple):
-    """A group in verl's form."""
-
     uid: str
     tag: dict[str, Any]
     keys: list[str]
@@ -255,7 +253,6 @@ class _FromBus:
                 kv_put(key=uid, partition_id=partition, tag={"status": "failure"})
 
     def close(self) -> None:
-        """Leave the bus."""
         self._consumers.close()
 
 
