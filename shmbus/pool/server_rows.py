@@ -24,8 +24,7 @@ from typing import Final, Literal
 import msgspec
 
 from shmbus.errors import BusNotFoundError, LayoutMismatchError, ShmbusError, VersionUnknownError
-from shmbus.pool.attaching import identity_of
-from shmbus.pool.pool_file import open_pool, pool_path
+from shmbus.pool.pool_file import identity_of, open_pool, pool_path
 from shmbus.pool.pool_status import (
     ARRIVED_CODE,
     LOADING_CODE,
