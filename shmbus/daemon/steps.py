@@ -22,10 +22,10 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from shmbus.control import messages
-from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease
+from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable
 
 __all__ = ["StepPlanner", "balanced", "balanced_counts", "plan_step", "weigh"]
 
@@ -154,19 +154,10 @@ def weigh(lease: Lease, field: str) -> int:
     return max(weight, 1)
 
 
-class GroupSource(Protocol):
-    """The source of the next steps' groups."""
-
-    @property
-    def ready_groups(self) -> int: ...
-    def take(self, max_groups: int, max_trajectories: int) -> list[Lease]: ...
-    def drop_stale(self, leases: Iterable[Lease]) -> set[Lease]: ...
-
-
 class StepPlanner:
     """The steps of ranks 0 to size - 1, and the groups for the next steps."""
 
-    def __init__(self, size: int, source: GroupSource) -> None:
+    def __init__(self, size: int, source: LeaseTable) -> None:
         self.size = size
         #: Each rank's next step; absent for ranks without a taken or assigned step.
         self.next_steps: dict[int, int] = {}

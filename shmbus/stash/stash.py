@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal
 
 import msgspec
 
@@ -37,7 +37,7 @@ from shmbus import errors
 from shmbus.base import limits
 from shmbus.batch.scores import are_equal
 from shmbus.data.keys import has_round, split_of
-from shmbus.stash.failures import FailingGroup, Failures, Reported, Request
+from shmbus.stash.failures import FailingGroup, Failures, Reported, Request, S
 from shmbus_ext import _core
 from shmbus_ext._core import (
     REFUSED_DUPLICATE,
@@ -61,17 +61,6 @@ Reason = Literal[
     "failed",
 ]
 
-
-class Sample(Reported, Protocol):
-    """A trajectory's further interface for the stash."""
-
-    @property
-    def policy_version(self) -> int: ...  # noqa: D102
-    @property
-    def committed_ns(self) -> int: ...  # noqa: D102
-
-
-S = TypeVar("S", bound=Sample)
 
 #: Keys of completed groups to remember, if producers give rounds, for recognising surplus
 #: samples: some MiB of keys, and many steps' worth of groups.
@@ -568,7 +557,7 @@ class Stash(Generic[S]):
         return self.table.leased_cells
 
 
-def _scores_equal(samples: Sequence[Sample]) -> bool:
+def _scores_equal(samples: Sequence[Reported]) -> bool:
     try:
         scores = [sample.score for sample in samples]
         return bool(are_equal(min(scores), max(scores)))
