@@ -94,9 +94,7 @@ def _add_ns(start: Callable[[], None], open_groups: int, adds: int) -> float:
     return seconds / added * 1e9
 
 
-def _feed(
-    stash: Stash[Any], arrivals: Iterator[tuple[int, int]], adds: int
-) -> tuple[float, int]:
+def _feed(stash: Stash[Any], arrivals: Iterator[tuple[int, int]], adds: int) -> tuple[float, int]:
     """Add so many samples; return the seconds in add, and the adds."""
     seconds, added = 0.0, 0
     while added < adds:

@@ -581,7 +581,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
 
     def _leave_nothing(self, source: DaemonClient) -> None:
         """Return a cancelled task's grants to the daemon unless another task waits."""
-        if not self._tasks and source.leases.ready:
+        if not self._tasks and source.leases.borrower.ready:
             with contextlib.suppress(RuntimeError):  # the loop ends; `close` gives back
                 asyncio.get_running_loop().run_in_executor(None, _give_back_ready, source)
 

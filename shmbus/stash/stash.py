@@ -265,7 +265,9 @@ class Stash(Generic[S]):
                 self.failures.end(failing)
                 rest += failing.samples + failing.reports
             for ready in self.table.full(key):
-                if not self.is_leased(ready) and any(id(each) in out for each in ready.samples):
+                if not self.table.is_leased(ready) and any(
+                    id(each) in out for each in ready.samples
+                ):
                     self.table.withdraw(ready)
                     rest += ready.samples + self.reports.pop(ready, [])
             for lease in [each for each in self.inherited if each[0] == key]:
@@ -474,14 +476,6 @@ class Stash(Generic[S]):
             self._discard("failed", group.key, self.reports.pop(group, []))
             self._note_failing()
 
-    def give_back(self, group: GroupEntry[S]) -> None:
-        """Put a leased group first in line for delivery."""
-        self.table.give_back(group)
-
-    def is_leased(self, group: GroupEntry[S]) -> bool:
-        """Tell if the group is under lease now."""
-        return self.table.is_leased(group)
-
     def has(self, key: Hashable) -> bool:
         """Tell if the stash holds a waiting or leased sample or report of the group."""
         return self.waits(key) or bool(self.table.full(key))
@@ -492,7 +486,7 @@ class Stash(Generic[S]):
         return (
             self.table.find(key) is not None
             or (failing is not None and bool(failing.received or failing.reports))
-            or not all(map(self.is_leased, self.table.full(key)))
+            or not all(map(self.table.is_leased, self.table.full(key)))
             or any(key == lease_key for lease_key, _ in self.inherited)
         )
 
@@ -535,26 +529,6 @@ class Stash(Generic[S]):
     def open_records(self) -> int:
         """Their samples, and reports of failures."""
         return self.table.cells + self.table.failing_cells
-
-    @property
-    def ready_groups(self) -> int:
-        """Complete groups that wait for a take."""
-        return self.table.ready_groups
-
-    @property
-    def ready_records(self) -> int:
-        """Their samples."""
-        return self.table.ready_cells
-
-    @property
-    def leased_groups(self) -> int:
-        """Groups taken, and not acknowledged yet."""
-        return self.table.leased_groups
-
-    @property
-    def leased_records(self) -> int:
-        """Their samples."""
-        return self.table.leased_cells
 
 
 def _scores_equal(samples: Sequence[Reported]) -> bool:
