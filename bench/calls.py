@@ -139,7 +139,7 @@ def test_take(benchmark: Any, ends: Ends) -> None:
 
 
 def test_stash(benchmark: Any) -> None:
-    stash: Stash[Sample] = Stash()
+    stash: Stash[Any] = Stash()
     numbers = itertools.count()
 
     def samples() -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -55,7 +55,7 @@ COMMANDS = tuple(f"shmbus.cli.{module}" for module in dict.fromkeys(cli._COMMAND
 PLAIN = ("uvloop", "shmbus.handles.consumer", "shmbus.handles.feeder", *COMMANDS)
 # Includes torch's imports at the first optimizer or loaded tensor: half of the whole time.
 TORCH = (*PLAIN, "torch._dynamo", "trainer_adapter.handler.handler")
-HTTP = (*PLAIN, "aiohttp.web", "shmbus.gateway.server")
+HTTP = (*PLAIN, "aiohttp.web", "shmbus.gateway.atropos_routes")
 #: Words in a program that ask for these modules.
 TORCH_WORDS = ("torch", "trainer_adapter", "shmbus.engines", "shmbus.tensors", "shmbus.weights")
 HTTP_WORDS = ("shmbus.gateway", "shmbus.web", '"proxy"')

@@ -4,7 +4,7 @@ Invariants:
 
 - A name is imported on its first use: a rollout worker can use parts of this package without
   loading torch.
-- Every public name is in `__all__`, sorted.
+- `_HOMES` lists every public name once; `__all__` follows.
 """
 
 from __future__ import annotations
@@ -12,30 +12,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trainer_adapter.advantages import group_advantages
-    from trainer_adapter.attention.varlen import varlen_attention
-    from trainer_adapter.batches.batch import Batch
-    from trainer_adapter.batches.pack import ExtraField, FieldNames, pack
-    from trainer_adapter.compat import pad_input, unpad_input
-    from trainer_adapter.handler.handler import OnlineDataHandler
-    from trainer_adapter.mismatch import LogprobMismatch, logprob_mismatch
-    from trainer_adapter.scored_group import ScoredGroup
-
-__all__ = [
-    "Batch",
-    "ExtraField",
-    "FieldNames",
-    "LogprobMismatch",
-    "OnlineDataHandler",
-    "ScoredGroup",
-    "group_advantages",
-    "logprob_mismatch",
-    "pack",
-    "pad_input",
-    "unpad_input",
-    "varlen_attention",
-]
+if TYPE_CHECKING:  # "as" exports the name to type checkers
+    from trainer_adapter.advantages import group_advantages as group_advantages
+    from trainer_adapter.attention.varlen import varlen_attention as varlen_attention
+    from trainer_adapter.batches.batch import Batch as Batch
+    from trainer_adapter.batches.pack import ExtraField as ExtraField
+    from trainer_adapter.batches.pack import FieldNames as FieldNames
+    from trainer_adapter.batches.pack import pack as pack
+    from trainer_adapter.compat import pad_input as pad_input
+    from trainer_adapter.compat import unpad_input as unpad_input
+    from trainer_adapter.handler.handler import OnlineDataHandler as OnlineDataHandler
+    from trainer_adapter.mismatch import LogprobMismatch as LogprobMismatch
+    from trainer_adapter.mismatch import logprob_mismatch as logprob_mismatch
+    from trainer_adapter.scored_group import ScoredGroup as ScoredGroup
 
 _HOMES = {
     "Batch": "batches.batch",
@@ -51,6 +40,7 @@ _HOMES = {
     "unpad_input": "compat",
     "varlen_attention": "attention",
 }
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:

@@ -13,7 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -85,7 +85,7 @@ def _arrivals(open_groups: int) -> Iterator[tuple[int, int]]:
 
 def _add_ns(start: Callable[[], None], open_groups: int, adds: int) -> float:
     arrivals = _arrivals(open_groups)
-    stash: Stash[Sample] = Stash()
+    stash: Stash[Any] = Stash()
     gc.disable()
     start()
     # Fills the stash, and goes on until the table is worn at its final size.
@@ -94,9 +94,7 @@ def _add_ns(start: Callable[[], None], open_groups: int, adds: int) -> float:
     return seconds / added * 1e9
 
 
-def _feed(
-    stash: Stash[Sample], arrivals: Iterator[tuple[int, int]], adds: int
-) -> tuple[float, int]:
+def _feed(stash: Stash[Any], arrivals: Iterator[tuple[int, int]], adds: int) -> tuple[float, int]:
     """Add so many samples; return the seconds in add, and the adds."""
     seconds, added = 0.0, 0
     while added < adds:

@@ -114,7 +114,6 @@ def check_number(name: str, value: object, what: str = "a number") -> float:
 
 
 def _seconds(name: str, value: object, expected: str) -> float:
-    """Return seconds as a float of either sign."""
     if isinstance(value, bool) or not isinstance(value, SECONDS):
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
     return check_number(name, value, expected)

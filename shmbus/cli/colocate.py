@@ -142,7 +142,6 @@ def _start() -> str:
 
 
 def _stop() -> int:
-    """End this user's MPS, and wait for the end."""
     if not _is_here():
         print("no MPS of this user's runs here; nothing to end", file=sys.stderr)
         return 1

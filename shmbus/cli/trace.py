@@ -81,8 +81,6 @@ class _File:
 
 
 class _Trace:
-    """Reads a bus again and again."""
-
     def __init__(self, name: str, file: _File) -> None:
         self._name = name
         self._file = file
@@ -94,7 +92,6 @@ class _Trace:
         self.problem = ""
 
     def look(self) -> None:
-        """Read new events and states."""
         now_s = time.time()
         if self.problem or not 0 <= now_s - self._looked_s < _STATUS_S:
             self._looked_s = now_s
@@ -125,7 +122,6 @@ class _Trace:
         self._file.add(self._events.weights(read_pools(self._name), now_s))
 
     def end(self) -> None:
-        """Write open slices."""
         self._file.add(self._events.end(time.time()))
 
 

@@ -393,7 +393,7 @@ class Connection:
         """Keep a reply for its waiting thread, or forward a confirmation."""
         self._silent_since_s = None
         if isinstance(reply, messages.Ended):
-            self._leases.confirmed([*reply.numbers, *reply.unknown])
+            self._leases.borrower.confirm(self._state.leases, [*reply.numbers, *reply.unknown])
             return
         id_ = getattr(reply, "id", -1)
         pending = self._state.replies.get(id_)
@@ -421,7 +421,7 @@ class Connection:
 
     def _tell_ends(self) -> None:
         deadline = time.monotonic() + limits.LEAVE_WAIT_S
-        while not self._closed and self._leases.unconfirmed:
+        while not self._closed and self._leases.borrower.unconfirmed:
             wire = self._connected(deadline)
             if wire is None:
                 return
@@ -442,7 +442,7 @@ class Connection:
                 with contextlib.suppress(DaemonUnreachable):
                     wire.send(*self._leases.unsent_ends(), messages.Bye())
                 wire.end()
-            self._leases.close()
+            self._leases.borrower.close()
             self._wire = None
             self._wake_all()
 

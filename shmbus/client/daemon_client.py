@@ -92,7 +92,7 @@ class DaemonClient:
         """Wait for leases to hand out; return False at the timeout."""
         # After a full large reply the next groups are asked ahead: the daemon prepares them while
         # the caller works.
-        if self.leases.ready:
+        if self.leases.borrower.ready:
             return True
         return self._receive_until(
             timeout,
@@ -100,7 +100,7 @@ class DaemonClient:
                 id=id_,
                 max_groups=max_groups,
                 timeout_s=slice_s,
-                gathers=self.leases.gathers,
+                gathers=self.leases.borrower.packs,
             ),
             max_groups if max_groups >= _AHEAD_GROUPS else 0,
         )
@@ -116,7 +116,7 @@ class DaemonClient:
         only_full: bool,
     ) -> bool:
         """Wait likewise for this rank's shard of its next step."""
-        return bool(self.leases.ready) or self._receive_until(
+        return bool(self.leases.borrower.ready) or self._receive_until(
             timeout,
             lambda id_, slice_s: messages.TakeStep(
                 id=id_,
@@ -126,14 +126,14 @@ class DaemonClient:
                 field=field,
                 timeout_s=slice_s,
                 only_full=only_full,
-                gathers=self.leases.gathers,
+                gathers=self.leases.borrower.packs,
             ),
         )
 
     def hand_out(self, kind: type[_G], consumer: object, limit: int) -> list[_G]:
         """Make groups of received leases; empty if another thread took them."""
         # Callers return the groups without keeping them: a group lost on its way is ready again.
-        return self.leases.hand_out(kind, consumer, limit)
+        return self.leases.borrower.hand_out(kind, consumer, limit)
 
     def _receive_until(
         self,
@@ -157,7 +157,7 @@ class DaemonClient:
             )
             if isinstance(reply, messages.Refused):
                 raise refusal(reply)
-            if self.leases.ready:
+            if self.leases.borrower.ready:
                 return True
             # A removed bus still delivers its groups, and will get no more.
             self.segment.require_name()
@@ -214,7 +214,7 @@ class DaemonClient:
                         max_groups=max_groups,
                         timeout_s=0.0,
                         ahead=True,
-                        gathers=self.leases.gathers,
+                        gathers=self.leases.borrower.packs,
                     )
                 )
 
@@ -237,7 +237,7 @@ class DaemonClient:
 
     def recall(self) -> None:
         """Give back the groups asked ahead, for an older group to come first."""
-        if self.state.open_take is None and not self.leases.ready:
+        if self.state.open_take is None and not self.leases.borrower.ready:
             return
         try:
             with self.lock:
@@ -250,7 +250,7 @@ class DaemonClient:
                 elif reply is None and wire is self.connection.wire:
                     self.state.open_take = id_
             with self.lock:
-                self._tell_given_back(self.leases.give_back_ready())
+                self._tell_given_back(self.leases.borrower.give_back_ready(self.state.leases))
         except BaseException:
             self.connection.doubtful = True
             self.connection.abandon()
@@ -281,7 +281,7 @@ class DaemonClient:
         try:
             with self.lock:
                 self.connection.send(*self.leases.unsent_ends())
-                if self.leases.unconfirmed > limits.UNCONFIRMED:
+                if self.leases.borrower.unconfirmed > limits.UNCONFIRMED:
                     self.connection.receive_pending()
         except errors.DaemonUnavailableError:
             raise

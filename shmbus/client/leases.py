@@ -14,7 +14,7 @@ Invariants:
   every lease before any other request.
 - A lease is locked, known and ready in a single call of C, and handed out in another. In between it
   lies in `ready`; later a group holds it, and returns it if the group dies on its way.
-- Every caller of a method here, except `hand_out`, holds `ClientState.lock`.
+- Every caller here and of the borrower, except of `hand_out`, holds `ClientState.lock`.
 """
 
 from __future__ import annotations
@@ -95,42 +95,24 @@ class Leases:
 
     def __init__(self, segment: _core.Segment, state: ClientState) -> None:
         self._state = state
-        self._borrower = _core.Borrower(segment)
+        #: Holds the locks: ready leases, and ended leases without the daemon's confirmation.
+        self.borrower = _core.Borrower(segment)
         #: This process's number at the daemon; -1 before the first Welcome.
         self.client = -1
 
     # -- received -------------------------------------------------------------------------------
-
-    @property
-    def gathers(self) -> bool:
-        """True if this process packs payload of the bus into batches; takes report the flag."""
-        return self._borrower.packs
-
-    @property
-    def ready(self) -> list[ClientLease]:
-        """Leases received and not handed out; the next first."""
-        return self._borrower.ready
-
-    @property
-    def unconfirmed(self) -> int:
-        """The number of ended leases without the daemon's confirmation."""
-        return self._borrower.unconfirmed
 
     def receive(self, granted: messages.Leases, fd: int) -> list[ClientLease]:
         """Lock, read and keep granted leases; they are then ready to be handed out."""
         # The daemon read these groups whole: a group missing from the segment was damaged by a
         # process with write access. Damaged groups are ended.
         state = self._state
-        leases, refused = self._borrower.receive(granted.groups, granted.step, state.leases, fd)
+        leases, refused = self.borrower.receive(granted.groups, granted.step, state.leases, fd)
         if refused:
             state.to_end.setdefault(_core.DROP_CORRUPT, []).extend(refused)
         if leases and granted.step >= state.next_step:
             state.next_step = granted.step + 1
         return leases
-
-    def hand_out(self, kind: type[_G], consumer: object, limit: int) -> list[_G]:
-        """Make groups of the oldest ready leases; a limit of -1 means a whole step."""
-        return self._borrower.hand_out(kind, consumer, limit)
 
     @property
     def next_step(self) -> int:
@@ -163,7 +145,7 @@ class Leases:
                 "the next daemon too late; a second consumer may have the group: discard the "
                 "results computed from it"
             )
-        self._borrower.end(lease, reason)
+        self.borrower.end(lease, reason)
         self._state.to_end.setdefault(reason, []).append(lease.number)
 
     def end_groups(
@@ -171,7 +153,7 @@ class Leases:
     ) -> int:
         """End leases of groups, up to the first not held here; return the number."""
         numbers = self._state.to_end.setdefault(reason, [])
-        return self._borrower.end_groups(consumer, groups, reason, state, numbers)
+        return self.borrower.end_groups(consumer, groups, reason, state, numbers)
 
     def unsent_ends(self) -> list[messages.End]:
         """Return unreported ends; they count as reported from now."""
@@ -183,29 +165,21 @@ class Leases:
             for at in range(0, len(numbers), _NUMBERS)
         ]
 
-    def confirmed(self, numbers: list[int]) -> None:
-        """Forget ended leases after the daemon's confirmation."""
-        self._borrower.confirm(self._state.leases, numbers)
-
     def give_back_group(
         self, consumer: object, group: _core.GroupBase, state: str
     ) -> list[int] | None:
         """Forget the lease of a group for other consumers, and set the group's new state."""
         # Returns the numbers for the daemon, or None if this consumer does not hold the group.
         # Without locks, a daemon started before the report also delivers the group.
-        number = self._borrower.give_back_group(consumer, group, state, self._state.leases)
+        number = self.borrower.give_back_group(consumer, group, state, self._state.leases)
         return None if number is None else [number]
-
-    def give_back_ready(self) -> list[int]:
-        """Forget every ready lease; return the numbers for the daemon."""
-        return self._borrower.give_back_ready(self._state.leases)
 
     # -- after a reconnect ----------------------------------------------------------------------
 
     def set_client(self, client: int) -> None:
         """Take the daemon's number, and move every lease lock to it."""
-        if client != self._borrower.client:
-            self._borrower.set_client(client)
+        if client != self.borrower.client:
+            self.borrower.set_client(client)
         self.client = client
 
     def claims(self) -> tuple[dict[int, ClientLease], list[messages.Claim]]:
@@ -240,7 +214,7 @@ class Leases:
         over = [tokens.pop(token) for token in [*claimed.ended, *claimed.lost]]
         for lease in over:
             lease.lost = lease.reason == _core.LEASE_HELD
-        self._borrower.forget(over)
+        self.borrower.forget(over)
 
     def reclaimed(self, kept: dict[int, ClientLease]) -> None:
         """Replace every lease by the new daemon's leases; every end is confirmed."""
@@ -249,12 +223,8 @@ class Leases:
         self._state.leases = kept
         self._state.to_end = {}
 
-    def close(self) -> None:
-        """Drop every lock. Referenced arrays get copies of their own."""
-        self._borrower.close()
-
     def __del__(self) -> None:
         # Each lease refers to the list's owner.
-        ready = self._borrower.ready if hasattr(self, "_borrower") else None
+        ready = self.borrower.ready if hasattr(self, "borrower") else None
         if ready is not None:
             ready.clear()

@@ -20,7 +20,7 @@ from shmbus.base import limits
 from shmbus.base.arguments import check_backoff, parse_size
 from shmbus.base.near_names import near
 from shmbus.data.schema import parse
-from shmbus.segment.bounds import Bounds, check_bounds
+from shmbus.segment.creation import Bounds, check_bounds
 from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
@@ -199,7 +199,6 @@ def _check_bounds(name: str, value: Any) -> None:
 
 
 def _parse_backoff(value: str) -> tuple[float, float]:
-    """Read two numbers of seconds."""
     try:
         return check_backoff("retry_backoff", [float(each) for each in value.split(",")])
     except (TypeError, ValueError):
@@ -238,7 +237,6 @@ def _tuple(value: Any) -> Any:
 
 
 def _converted(source: str, name: str, value: Any) -> Any:
-    """Convert the text of a flag or variable to its setting's type."""
     kind = _TYPES[name]
     try:
         found = msgspec.convert(value, kind, strict=False)

@@ -59,8 +59,6 @@ def find_group(
 
 
 class _Whole(NamedTuple):
-    """A complete group."""
-
     key: Hashable
     size: int
     need: int

@@ -237,7 +237,7 @@ class LeaseTable:
             total += len(samples)
             if leases and total > max_trajectories:
                 for later in reversed(groups[at:]):
-                    self._collector.stash.give_back(later)
+                    self._collector.stash.table.give_back(later)
                 break
             leases.append(self.lease_of(group, samples))
         return leases
@@ -291,7 +291,7 @@ class LeaseTable:
         """Deliver these groups next, in order."""
         for lease in sorted(leases, key=lambda each: -each.number):
             if lease.group is not None:
-                self._collector.stash.give_back(lease.group)
+                self._collector.stash.table.give_back(lease.group)
                 continue
             self.claimed_records -= len(lease.samples)
             if not self._collector.frozen and self._collector.trained_of(lease.samples):

@@ -315,7 +315,6 @@ def _daemon(status: BusStatus) -> Iterator[Metric]:
 
 
 def _weights(status: BusStatus) -> Iterator[Metric]:
-    """Yield the versions in weight pools beside the bus, and their readers' versions."""
     pools = read_pools(status.name)
     if not pools:
         return
@@ -392,7 +391,6 @@ _MISMATCH = {
 
 
 def _mismatch(status: BusStatus) -> Iterator[Metric]:
-    """Yield the comparison of engine and trainer, while a trainer notes it."""
     if status.mismatch is None:
         return
     for name, (text, kinds) in _MISMATCH.items():

@@ -12,6 +12,9 @@ Invariants:
   transports and the end belong to the loop.
 - An error in our own code ends the daemon: its state is in the segment, and the next daemon
   recovers it.
+- The daemon knows neither engines nor HTTP: a separate program resumes the inference servers that a
+  dead trainer left paused. No program starts while the trainer lives and holds its note's lock; one
+  runs at a time, and rests after a failure.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import uvloop
@@ -39,8 +42,8 @@ from shmbus.base.throttle import LimitedLog
 from shmbus.control import messages, socket_path
 from shmbus.daemon.connection import Connection
 from shmbus.daemon.leases import Session
-from shmbus.daemon.paused_servers import PausedServers
 from shmbus.daemon.service import Service
+from shmbus.inspect.processes import servers_left
 from shmbus.segment import names
 from shmbus.segment.explain import DAEMON_LABEL
 from shmbus.stash.collector import Collector
@@ -48,6 +51,67 @@ from shmbus.stash.stash import StashPolicy
 from shmbus.store import snapshot
 
 logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at the note: a pause costs rollouts, a look some microseconds.
+CHECK_S: Final = 2.0
+#: Seconds of rest after a program that left servers paused.
+REST_S: Final = 60.0
+
+
+class PausedServers:
+    """Watches the note of a bus, and runs `resume` after its writer's death."""
+
+    def __init__(self, name: str, resume: Sequence[str]) -> None:
+        self._name = name
+        self._resume_command = resume
+        self._last_look = self._last_failure = float("-inf")
+        self._task: asyncio.Task[None] | None = None
+
+    def check(self, now: float) -> None:
+        """Check the note, and have the servers resumed after its writer's death."""
+        running = self._task is not None and not self._task.done()
+        if running or now - self._last_look < CHECK_S or now - self._last_failure < REST_S:
+            return
+        self._last_look = now
+        if servers_left(self._name):
+            self._task = asyncio.get_running_loop().create_task(self._resume(now))
+
+    async def _resume(self, now: float) -> None:
+        logger.warning(
+            "bus %r: a trainer ended while inference servers were paused; they are resumed with "
+            "whole weights",
+            self._name,
+        )
+        process = await asyncio.create_subprocess_exec(
+            *self._resume_command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output, _ = await process.communicate()
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
+        said = output.decode("utf-8", "replace").strip().splitlines()
+        if process.returncode == 0:
+            logger.info("bus %r: %s", self._name, "; ".join(said))
+            return
+        self._last_failure = now
+        logger.error(
+            "bus %r: inference servers stay paused: %s; end it by hand: shmbus weights %s --resume",
+            self._name,
+            said[-1] if said else f"the program ended with {process.returncode}",
+            self._name,
+        )
+
+    async def close(self) -> None:
+        """End the running program."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
 
 #: Seconds to let records accumulate after a poll without a complete group for a waiting client:
 #: bounds wake-ups, and delays a group by no more.

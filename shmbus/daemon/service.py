@@ -566,7 +566,6 @@ class Service:
         return True
 
     def _is_alone(self) -> bool:
-        """Return True if a single client takes groups."""
         return sum(not session.observer for session in self.sessions.values()) == 1
 
     # -- trained samples -------------------------------------------------------------------------
@@ -648,7 +647,7 @@ class Service:
     @property
     def is_empty(self) -> bool:
         """True if no group is leased and, on a removed bus, no group waits for a client."""
-        ready = self.collector.stash.ready_groups + len(self._table.returned)
+        ready = self.collector.stash.table.ready_groups + len(self._table.returned)
         return not self.leased_groups and not (self.removed and ready and self.sessions)
 
     @property

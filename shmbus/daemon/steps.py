@@ -22,10 +22,10 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from shmbus.control import messages
-from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease
+from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable
 
 __all__ = ["StepPlanner", "balanced", "balanced_counts", "plan_step", "weigh"]
 
@@ -154,19 +154,10 @@ def weigh(lease: Lease, field: str) -> int:
     return max(weight, 1)
 
 
-class GroupSource(Protocol):
-    """The source of the next steps' groups."""
-
-    @property
-    def ready_groups(self) -> int: ...
-    def take(self, max_groups: int, max_trajectories: int) -> list[Lease]: ...
-    def drop_stale(self, leases: Iterable[Lease]) -> set[Lease]: ...
-
-
 class StepPlanner:
     """The steps of ranks 0 to size - 1, and the groups for the next steps."""
 
-    def __init__(self, size: int, source: GroupSource) -> None:
+    def __init__(self, size: int, source: LeaseTable) -> None:
         self.size = size
         #: Each rank's next step; absent for ranks without a taken or assigned step.
         self.next_steps: dict[int, int] = {}
@@ -265,7 +256,6 @@ class StepPlanner:
         return shard
 
     def _next_step(self, rank: int) -> int:
-        """Return a rank's next step."""
         step = self.next_steps.get(rank)
         return min(self.next_steps.values(), default=0) if step is None else step
 
@@ -372,7 +362,6 @@ class StepPlanner:
         self._pool_since_s = min(self._pool_since_s, now) if self._pool else math.inf
 
     def _is_full(self, ranks: int, request: messages.TakeStep) -> bool:
-        """Return True if the pool fills a step."""
         if request.groups is not None:
             return len(self._pool) >= ranks * request.groups
         return self._pool_weight >= ranks * (request.tokens or 0)

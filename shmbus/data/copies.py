@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -22,23 +22,7 @@ from shmbus import errors
 from shmbus.data.sample_rows import Row, put_rows, rows_of
 from shmbus_ext import _core
 
-
-class _Sample(Protocol):
-    @property
-    def score(self) -> float: ...
-    @property
-    def meta(self) -> Any: ...
-    @property
-    def need(self) -> int: ...
-    @property
-    def split(self) -> str: ...
-    @property
-    def index(self) -> Any: ...
-    def keys(self) -> tuple[str, ...]: ...
-    def __getitem__(self, name: str, /) -> NDArray[Any]: ...
-
-
-_T_co = TypeVar("_T_co", bound=_Sample, covariant=True)
+_T_co = TypeVar("_T_co", bound="_core.Trajectory | TrajectoryCopy", covariant=True)
 
 
 class ReadGroup(Generic[_T_co]):

@@ -45,9 +45,8 @@ from shmbus.engines.engine_server import (
     checked_timeout,
     require_awake,
 )
-from shmbus.engines.errors import EngineError, UpdateRolledBackError
+from shmbus.engines.errors import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
-from shmbus.engines.report import ServerReport, UpdateReport
 from shmbus.engines.rows import HEARD_S, STALE_S, RankRows, say_version
 from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
 from shmbus.errors import DamagedError
@@ -470,7 +469,6 @@ class EngineFleet(ClosedByAsyncWith):
         return report
 
     async def _up_to_date(self, version: int) -> list[EngineServer]:
-        """Return the awake servers that run a version already."""
         awake = [each for each in self.servers if self._sleep_of(each) is None]
         behind = await self._behind(awake, version, silent=True)
         return [each for each in awake if each not in behind]

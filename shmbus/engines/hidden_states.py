@@ -333,7 +333,6 @@ class _Worker:
         return {"hidden": hidden.contiguous(), "token_ids": ids}
 
     def close(self) -> None:
-        """Leave the channel."""
         left = len(self.pending)
         self._channel.close(f"the engine ends; {left} requests were not sent" if left else "")
 

@@ -19,20 +19,19 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from shmbus.base.arguments import check_int
 from shmbus.base.closing import ClosedByAsyncWith
 from shmbus.engines.engine_server import (
+    InferenceServer,
     as_engine_error,
     checked_addresses,
     checked_timeout,
     require_awake,
 )
-from shmbus.engines.errors import EngineError, UpdateRolledBackError
-from shmbus.engines.report import ServerReport, UpdateReport
+from shmbus.engines.errors import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
 from shmbus.engines.rows import say_version
 from shmbus.engines.tasks import OneAtATime, close_all
 from shmbus.segment.fleet_note import read_fleet_note
@@ -40,32 +39,12 @@ from shmbus.segment.names import check_name
 from shmbus.weights.adapters import ENDING, LoraVersion, past_keeping
 
 
-class LoraServer(Protocol):
-    """Required interface of a server. A verb raises EngineError unless it succeeded."""
-
-    @property
-    def address(self) -> str:
-        """Return the server's name in messages."""
-
-    async def load_adapter(self, name: str, path: str, timeout: float) -> None:
-        """Load an adapter from a folder on its machine."""
-
-    async def unload_adapter(self, name: str, timeout: float) -> None:
-        """Unload an adapter."""
-
-    async def adapters(self, timeout: float) -> dict[str, str]:
-        """Return the server's adapters, and their paths."""
-
-    async def close(self) -> None:
-        """Let go of connections."""
-
-
 class LoraFleet(ClosedByAsyncWith):
     """Bring versions of an adapter to inference servers.
 
     Parameters
     ----------
-    servers : sequence of LoraServer
+    servers : sequence of InferenceServer
         `VllmServer` and `SglangServer`.
     bus : str
         Bus whose policy version announces the version in force.
@@ -84,7 +63,7 @@ class LoraFleet(ClosedByAsyncWith):
 
     def __init__(
         self,
-        servers: Sequence[LoraServer],
+        servers: Sequence[InferenceServer],
         *,
         bus: str,
         timeout: float = 120.0,
@@ -154,7 +133,9 @@ class LoraFleet(ClosedByAsyncWith):
             report.total_s = time.monotonic() - began
             return report
 
-    async def _load(self, server: LoraServer, report: ServerReport, adapter: LoraVersion) -> bool:
+    async def _load(
+        self, server: InferenceServer, report: ServerReport, adapter: LoraVersion
+    ) -> bool:
         began = time.monotonic()
         error: EngineError | None = None
         try:
@@ -179,7 +160,7 @@ class LoraFleet(ClosedByAsyncWith):
         report.load_s = time.monotonic() - began
         return True
 
-    async def _free_name(self, server: LoraServer, adapter: LoraVersion) -> None:
+    async def _free_name(self, server: InferenceServer, adapter: LoraVersion) -> None:
         """Unload an adapter of the same name and path; EngineError for the name of another path."""
         path = (await server.adapters(self.timeout)).get(adapter.name)
         if path == adapter.path:
@@ -194,7 +175,9 @@ class LoraFleet(ClosedByAsyncWith):
                 "unload that adapter, or publish under another name; nothing was loaded",
             )
 
-    async def _unload(self, server: LoraServer, report: ServerReport, adapter: LoraVersion) -> None:
+    async def _unload(
+        self, server: InferenceServer, report: ServerReport, adapter: LoraVersion
+    ) -> None:
         """Unload an adapter by name and path; an empty path matches any path."""
         try:
             path = (await server.adapters(self.timeout)).get(adapter.name)
@@ -203,7 +186,7 @@ class LoraFleet(ClosedByAsyncWith):
         except Exception as error:
             report.warning = str(as_engine_error(server, error))
 
-    async def _loaded(self, server: LoraServer, adapter: LoraVersion) -> list[tuple[int, str]]:
+    async def _loaded(self, server: InferenceServer, adapter: LoraVersion) -> list[tuple[int, str]]:
         """List version and name of every loaded publication of this adapter, from any process."""
         ends = re.compile(re.escape(_stem(adapter)) + ENDING)
         try:

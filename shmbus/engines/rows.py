@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from shmbus import Bus, BusNotFoundError
 from shmbus.engines.engine_server import Addressed
-from shmbus.engines.errors import EngineError
-from shmbus.engines.report import ServerReport
+from shmbus.engines.errors import EngineError, ServerReport
 from shmbus.pool.pool_status import (
     ARRIVED_CODE,
     LOADING_CODE,

@@ -1,13 +1,17 @@
-"""The trajectory API of Atropos 0.4.0: its routes, its answers, and sensible statuses.
+"""The trajectory API of Atropos 0.4.0: routes, answers and sensible statuses, and their server.
 
-docs/gateway.md lists the differences from atroposlib's server.
+Refusals have FastAPI's form. docs/gateway.md lists the differences from atroposlib's server.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
+import logging
+import socket
 import time
+from collections.abc import AsyncIterator
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -16,13 +20,15 @@ import msgspec
 from aiohttp import web
 
 from shmbus.gateway import settings
+from shmbus.gateway import settings as limits
 from shmbus.gateway.bodies import small_body
 from shmbus.gateway.gateway import Gateway
 from shmbus.gateway.group_json import ScoredGroup, decode, decode_groups, unprocessable
 from shmbus.gateway.idempotent_put import Samples, key_of
 from shmbus.gateway.registry import NewEnvironment, Registration
-from shmbus.http.access import Refusal, Route
-from shmbus.http.app import encode, json_answer
+from shmbus.gateway.settings import Settings
+from shmbus.http.access import Access, Refusal, Route
+from shmbus.http.app import App, encode, json_answer, run
 from shmbus.http.server import connection_of
 from shmbus.peers import atropos
 
@@ -287,3 +293,41 @@ class AtroposRoutes:
         gateway.registry.reset()
         gateway.store()
         return web.Response(text="Reset successful")
+
+
+logger = logging.getLogger(__name__)
+
+
+def _refused(refusal: Refusal, message: str) -> web.Response:
+    detail: Any = message
+    if refusal.status == HTTPStatus.UNPROCESSABLE_ENTITY:
+        detail = [{"type": "value_error", "loc": ["body"], "msg": message}]
+    return json_answer({"detail": detail}, refusal.status)
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[Gateway]:
+    """Serve in the block."""
+    gateway = Gateway(settings)
+    app = App(
+        "gateway",
+        settings.bus,
+        Access("gateway", settings.host, settings.token),
+        AtroposRoutes(gateway).routes,
+        _refused,
+        health=gateway.health,
+        counts=gateway.counts,
+        max_connections=limits.MAX_CONNECTIONS,
+        idle_s=limits.IDLE_S,
+    )
+    async with app.serving(gateway, settings.host, settings.port):
+        yield gateway
+
+
+def serve(settings: Settings, parent: socket.socket | None = None) -> int:
+    """Serve until SIGTERM, SIGINT, or the parent's end; return 1 after the bus's removal."""
+
+    def say(url: str) -> None:
+        logger.info("serving", extra={"bus": settings.bus, "http": url})
+
+    return run(lambda: serving(settings), say, parent)

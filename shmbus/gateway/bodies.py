@@ -20,7 +20,6 @@ from shmbus.http.bodies import BodyReader
 
 
 def _require_json(request: web.BaseRequest) -> None:
-    """Refuse a body declared as anything but JSON."""
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (
         kind.startswith("application/") and kind.endswith("+json")

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve; return 1 with a hint if the extra is missing."""
     require_extra("gateway", "aiohttp")
     from shmbus.daemon import logs
-    from shmbus.gateway.server import serve
+    from shmbus.gateway.atropos_routes import serve
     from shmbus.gateway.settings import OWN_BYTES, SPARE_BYTES, Settings
     from shmbus.http.server import AddressError
 

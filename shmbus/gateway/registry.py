@@ -69,8 +69,6 @@ class Environment(NewEnvironment, kw_only=True):
 
 @decodable
 class _State(msgspec.Struct, kw_only=True):
-    """The stored state."""
-
     registration: Registration | None = None
     #: After a reset, the length of the last trainer's contexts; as in Atropos.
     max_token_len: int = -1

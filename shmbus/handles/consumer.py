@@ -268,7 +268,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
     def _begin(self) -> None:
         """Set the initial state of a new handle, made or unpickled."""
         self._lock = _core.RecursiveLock()
-        self._source: Collector | DaemonClient | None = None
+        self._source: Source | None = None
         # The last version set by this handle.
         self._policy_version = 0
         self._closed = False
@@ -280,7 +280,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         self._feeder: Feeder | None = None
         self._open_keys: OpenKeys | None = None
 
-    def _require_source(self) -> Collector | DaemonClient:
+    def _require_source(self) -> Source:
         if self._closed:
             raise errors.BusClosedError(
                 f"bus {self.name!r}: this Consumer is closed; make a new one"
@@ -300,9 +300,9 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         """True for leases from a daemon; False for reads straight from the ring."""
         return isinstance(self._require_source(), DaemonClient)
 
-    def _attach(self) -> Collector | DaemonClient:
+    def _attach(self) -> Source:
         """Attach, or, after an exception, leave nothing attached."""
-        opened: list[Collector | DaemonClient] = []
+        opened: list[Source] = []
         try:
             source = attach(self._options, opened)
             if isinstance(source, Collector):
@@ -561,7 +561,6 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             checked_s = await self._check_stall(source, began_s, checked_s)
 
     def _ask(self, source: DaemonClient, wanted: int, slice_s: float, by_step: bool) -> None:
-        """Ask the daemon for groups, in a thread."""
         try:
             if by_step:
                 source.receive_step(
@@ -582,13 +581,11 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
 
     def _leave_nothing(self, source: DaemonClient) -> None:
         """Return a cancelled task's grants to the daemon unless another task waits."""
-        if not self._tasks and source.leases.ready:
+        if not self._tasks and source.leases.borrower.ready:
             with contextlib.suppress(RuntimeError):  # the loop ends; `close` gives back
                 asyncio.get_running_loop().run_in_executor(None, _give_back_ready, source)
 
-    async def _check_stall(
-        self, source: Collector | DaemonClient, began_s: float, checked_s: float
-    ) -> float:
+    async def _check_stall(self, source: Source, began_s: float, checked_s: float) -> float:
         """Run the watchdog in a thread: a report takes longer than a loop may rest."""
         slice_s = self._watch.slice_s
         now = time.monotonic()
@@ -706,7 +703,6 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             source.flush()
 
     def _leased(self, source: Source, group: Group, verb: str) -> Any:
-        """Return the lease of a group held by this Consumer."""
         if not isinstance(group, Group):
             raise TypeError(f"{verb}: expected a Group, got {type(group).__name__}")
         group.require_leased(verb)

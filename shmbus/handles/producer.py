@@ -218,7 +218,6 @@ class Producer(_core.Writer, ClosedByAnyWith):
         return made(name, **options)
 
     def _open(self, label: str, checksum: bool) -> None:
-        """Attach to the bus of that name, once it exists."""
         lifecycle.wait_for_bus(self.name, self._wait)
         segment = lifecycle.open_segment(self.name)
         try:

@@ -96,8 +96,6 @@ class RequestState:
 
 
 class _Worker(Protocol):
-    """The requests' interface of their Producer."""
-
     _watch: Watch
 
     @property

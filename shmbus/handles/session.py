@@ -51,8 +51,6 @@ _OF_SAMPLED: Final = frozenset({"loss_mask", "logprobs"})
 
 
 class _Worker(Protocol):
-    """A session's interface of its Producer."""
-
     name: str
 
     @property
@@ -127,8 +125,6 @@ class _Answer(msgspec.Struct):
 
 
 class _Told(msgspec.Struct):
-    """A recorder's answer about an open session."""
-
     #: True if no engine answered the last call.
     no_engine: bool = False
 
@@ -431,7 +427,6 @@ class Session:
 
 
 def _rows_of(packed: PackedSample) -> list[dict[str, Any]]:
-    """Return rows as `put` takes them."""
     return join_branches(
         [
             Branch(

@@ -1,6 +1,6 @@
 """A Consumer's source of groups: a Collector in its own process, or a daemon.
 
-`Source` defines their common interface. `attach` chooses between the two.
+`attach` chooses between the two.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import logging
 import math
 import time
 import weakref
-from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -18,7 +17,6 @@ from shmbus import errors
 from shmbus.base import limits
 from shmbus.base.arguments import TRAIN, process_label
 from shmbus.base.format import show_wait
-from shmbus.base.ledger import Ledger, TrainedBefore
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.socket_path import obstacle
 from shmbus.control.wire import DaemonUnreachable, socket_exists
@@ -35,71 +33,13 @@ logger = logging.getLogger("shmbus.source")
 DAEMON_WAIT_S = 5.0
 
 
-class Source(Protocol):
-    """Leases complete groups of a bus to a single Consumer, and ends these leases."""
-
-    # Each lease ends once: by `end` with a reason, or by `give_back`. The Consumer checks first
-    # that it holds the lease (`is_leased`), so a source never ends a lease twice. `end` may hold
-    # back messages to other processes until `flush`. A caller holds `lock` from its first check to
-    # `flush`. Taking differs: a Collector takes groups in C, through an `intake`; a daemon's client
-    # uses `receive` and `receive_step`, and then `hand_out`.
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Serialises all calls; recursive, and never held during a thread's sleep."""
-
-    @property
-    def segment(self) -> _core.Segment:
-        """The bus, mapped by this process."""
-
-    def require(self) -> None:
-        """Raise BusClosedError in a child of the process that attached."""
-
-    def is_leased(self, lease: Any) -> bool:
-        """Tell if this source gave the lease, and the lease still runs."""
-
-    def end_groups(
-        self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
-    ) -> int:
-        """End leases of groups up to the first that needs a closer look; return how many."""
-        # Each ends in a single step, which an exception of a signal's handler cannot split.
-
-    def recall(self) -> None:
-        """Send prefetched groups back first, before a group is given back."""
-
-    def give_back_group(self, consumer: object, group: _core.GroupBase, state: str) -> bool:
-        """Do the same for a returned group; False if the group needs a closer look."""
-
-    def end(self, lease: Any, reason: int) -> None:
-        """Release a leased group, for a reason from the core."""
-
-    def give_back(self, lease: Any) -> None:
-        """End a lease without releasing: the group will be delivered next."""
-
-    def note_trained(self, leases: list[Any], step: int) -> None:
-        """Note the trainer's step of trained groups under lease; -1 for untrained."""
-
-    def trained_before(self, step: int) -> TrainedBefore:
-        """Return samples trained by all ranks before a step, if they may come again."""
-
-    def end_trained(self, origins: set[bytes]) -> None:
-        """End the samples of these lasting names, now and on later arrival."""
-
-    def flush(self) -> None:
-        """Tell other processes of ended leases, after the last of several calls."""
-
-    @property
-    def policy_version(self) -> int:
-        """The current policy version."""
-
-    @policy_version.setter
-    def policy_version(self, version: int) -> None: ...
-
-    def stats(self) -> Ledger:
-        """Return the ledger."""
-
-    def close(self) -> None:
-        """Leave the bus, and wake every thread that waits for groups."""
+#: Leases complete groups of a bus to a single Consumer, and ends these leases: each once, by `end`
+#: with a reason, or by `give_back`. The Consumer checks first that it holds the lease
+#: (`is_leased`), so a source never ends a lease twice. `end` may hold back messages to other
+#: processes until `flush`. A caller holds `lock` from its first check to `flush`. Taking differs: a
+#: Collector takes groups in C, through an `intake`; a daemon's client uses `receive` and
+#: `receive_step`, and then `hand_out`.
+Source: TypeAlias = Collector | DaemonClient
 
 
 class AttachOptions(msgspec.Struct, frozen=True):
@@ -124,9 +64,7 @@ class AttachOptions(msgspec.Struct, frozen=True):
     split: str = TRAIN
 
 
-def attach(
-    options: AttachOptions, opened: list[Collector | DaemonClient]
-) -> Collector | DaemonClient:
+def attach(options: AttachOptions, opened: list[Source]) -> Source:
     """Connect to the daemon if present, else become the bus's collector."""
     # Wait for a starting or restarting daemon, up to DAEMON_WAIT_S, or as long as for the bus.
     # Never wait for an impossible daemon: another user's socket, or a file.
@@ -168,7 +106,7 @@ def attach(
         time.sleep(limits.REDIAL_INTERVAL_S)
 
 
-def _collector(options: AttachOptions, opened: list[Collector | DaemonClient]) -> Collector:
+def _collector(options: AttachOptions, opened: list[Source]) -> Collector:
     def make() -> Collector:
         made = Collector(options.name, options.policy, options.duplicate, options.label)
         opened.append(made)
@@ -195,7 +133,7 @@ def _collector(options: AttachOptions, opened: list[Collector | DaemonClient]) -
 _collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
 
 
-def _daemon_client(options: AttachOptions, opened: list[Collector | DaemonClient]) -> DaemonClient:
+def _daemon_client(options: AttachOptions, opened: list[Source]) -> DaemonClient:
     made = DaemonClient(
         options.name,
         stash_options(options.policy, options.duplicate, only_set=True),

@@ -155,7 +155,6 @@ class App:
     async def _guarded(
         self, request: web.BaseRequest, path: str, route: Route | None
     ) -> web.StreamResponse:
-        """Answer, or raise a refusal."""
         try:
             self._access.require(request, path, route)
             if route is not None:

@@ -156,7 +156,6 @@ class Watcher:
         self.still_s = now_s - self._moved[1]
 
     def _note_waits(self, status: BusStatus, now_s: float) -> None:
-        """Note the waiting of the last minute."""
         by_slot = {producer.slot: producer.waited_s for producer in status.producers}
         trainers_s = status.waited.trainers_s
         notes = self._waits

@@ -264,7 +264,6 @@ def _daemon(daemon: DaemonStatus, most: int | None) -> str:
 
 
 def _more(hidden: int) -> list[str]:
-    """Tell how many rows a table leaves out."""
     return [f"  and {show_count(hidden)} more: `shmbus status` shows all"] if hidden else []
 
 
@@ -425,7 +424,6 @@ def _why(cell: SampleCell) -> str:
 
 
 def _cells_text(group: GroupCells) -> str:
-    """Lay out the samples of a group, a row for each."""
     rows = [
         (
             str(cell.index),

@@ -45,8 +45,6 @@ _WAITS: Final = "waits"
 
 
 class _Open(NamedTuple):
-    """An open lease."""
-
     since: int
     who: str
     #: Number of the arrow to the lease; 0 without an arrow.
@@ -379,6 +377,5 @@ def _born(event: BusEvent) -> tuple[int, int]:
 
 
 def _bound(remembered: dict[Any, int]) -> None:
-    """Forget the oldest."""
     while len(remembered) > MAX_OPEN:
         del remembered[next(iter(remembered))]

@@ -128,7 +128,6 @@ class _Open(msgspec.Struct):
     failed: dict[int, RecordRow]
 
     def add(self, row: RecordRow) -> None:
-        """Add a record as the stash does."""
         size = row.group_size if row.sized else 0
         self.size = self.size or size
         if row.failed:

@@ -177,7 +177,6 @@ def _collector_name(status: BusStatus) -> str:
 
 
 def _who_waits(status: BusStatus) -> list[str]:
-    """Name the trainers that wait for groups now."""
     if status.daemon is not None:
         here = [lease for lease in status.daemon.leases if lease.connected and lease.waiting]
         return [trainer_name(lease) for lease in here]
@@ -204,7 +203,6 @@ def _incomplete(status: BusStatus, groups: Sequence[GroupCells]) -> int:
 
 
 def _last_producer(status: BusStatus) -> str:
-    """Name the last producer and its end, for a sentence that goes on."""
     if not status.producers:
         return ""
     last = max(status.producers, key=lambda producer: producer.producer_id)
@@ -280,7 +278,6 @@ def _nobody_reads(status: BusStatus) -> Finding:
 
 
 def _what_waits(status: BusStatus) -> str:
-    """Name the work that lies idle without a reader."""
     waiting = status.ledger.undelivered
     prompts = 0 if status.requests is None else status.requests.unmade
     parts = [

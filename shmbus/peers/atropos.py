@@ -73,7 +73,6 @@ def _numbers(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _typed(where: str, values: Any, dtype: type[np.generic]) -> NDArray[Any]:
-    """Return a sequence's numbers from items of the right type."""
     if isinstance(values, np.ndarray) and values.dtype.type is dtype and values.ndim == 1:
         return values
     try:
@@ -225,7 +224,6 @@ def _add_optional(
 
 
 def _plain(where: str, value: Any) -> Any:
-    """Return nested numbers as lists, for a meta."""
     if isinstance(value, (list, tuple, np.ndarray)):
         return [_plain(where, each) for each in value]
     number = value.item() if isinstance(value, np.generic) else value

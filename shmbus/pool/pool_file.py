@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -101,3 +102,11 @@ def open_pool(
 def unlink_pool(bus: str, kind: str) -> None:
     """Remove a pool's name; the kernel frees its memory after the last process closes it."""
     companion_of(bus, kind).unlink()
+
+
+def identity_of(path: str) -> os.stat_result | None:
+    """Return the file behind a pool's name; None after its removal."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None

@@ -19,8 +19,7 @@ from shmbus import errors
 from shmbus.base.arguments import check_int64, check_timeout, fit_text
 from shmbus.base.format import show_wait
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError
-from shmbus.pool.attaching import identity_of
-from shmbus.pool.pool_file import open_pool, pool_path
+from shmbus.pool.pool_file import identity_of, open_pool, pool_path
 from shmbus.pool.pool_status import RESTARTED_CODE, status_of_pool
 from shmbus.segment.names import leads_to
 from shmbus.segment.peer_wait import SLICE_S, wait_for

@@ -24,8 +24,7 @@ from typing import Final, Literal
 import msgspec
 
 from shmbus.errors import BusNotFoundError, LayoutMismatchError, ShmbusError, VersionUnknownError
-from shmbus.pool.attaching import identity_of
-from shmbus.pool.pool_file import open_pool, pool_path
+from shmbus.pool.pool_file import identity_of, open_pool, pool_path
 from shmbus.pool.pool_status import (
     ARRIVED_CODE,
     LOADING_CODE,
@@ -272,7 +271,6 @@ class ServerRows:
         return found or self._lost
 
     def _lose(self) -> None:
-        """Forget the versions of a removed pool, and keep the pool's servers as unknown."""
         self._lost = {
             name: ServerVersion(
                 name=name, state="unknown", ranks=each.ranks, why="the pool of its rows was removed"

@@ -5,6 +5,7 @@ Invariants:
 - A `VersionWrite` ends in exactly one way: readers get the whole version, or the previous version
   stays the newest.
 - Every wait has a deadline, rechecks the locks of the awaited processes, and names them.
+- Rank 0 creates the pool, and never replaces a pool with a living participant.
 """
 
 from __future__ import annotations
@@ -30,12 +31,73 @@ from shmbus.base.arguments import (
 )
 from shmbus.base.format import printable, show_wait
 from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
-from shmbus.pool.attaching import attach, identity_of
-from shmbus.pool.pool_file import PoolSpec, companion_of, pool_path, unlink_pool
+from shmbus.pool.pool_file import (
+    PoolSpec,
+    companion_of,
+    create_handle,
+    identity_of,
+    open_pool,
+    pool_path,
+    unlink_pool,
+)
 from shmbus.pool.pool_status import describe_holders, status_of_pool
 from shmbus.segment.names import leads_to
-from shmbus.segment.peer_wait import wait_for
+from shmbus.segment.peer_wait import SLICE_S, wait_for
 from shmbus_ext import _core
+
+
+def attach(
+    bus: str, kind: str, rank: int, spec: PoolSpec | None, timeout: float
+) -> tuple[_core.SlotPool, bool]:
+    """Open or create a pool; return the pool, and True for a new file."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            pool = open_pool(bus, kind)
+        except errors.BusNotFoundError:
+            if rank == 0 and spec is None:
+                raise
+            if rank == 0 and spec is not None:
+                with contextlib.suppress(errors.BusExistsError):  # a concurrent creator was faster
+                    return create_handle(bus, kind, spec), True
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"pool {kind!r} of bus {bus!r}: rank 0 did not create it in "
+                    f"{show_wait(timeout)} ({pool_path(bus, kind)} does not exist)"
+                ) from None
+            time.sleep(SLICE_S)
+            continue
+        if rank or spec is None or _is_enough(pool, spec):
+            return pool, False
+        _remove_small(bus, kind, pool, spec)
+
+
+def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
+    most = spec.slots if spec.max_slots is None else spec.max_slots
+    return (
+        pool.slot_bytes >= check_bytes("slot_bytes", spec.slot_bytes)
+        and pool.meta_bytes >= check_bytes("meta_bytes", spec.meta_bytes)
+        and pool.patch_bytes >= check_bytes("patch_bytes", spec.patch_bytes)
+        and pool.max_slots >= most
+    )
+
+
+def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> None:
+    """Remove a pool of insufficient size, unless a living process takes part."""
+    status = status_of_pool(bus, kind, pool)
+    users = [f"rank {rank.rank} (pid {rank.pid})" for rank in status.ranks if rank.state == "alive"]
+    users += [f"{it.label} (pid {it.pid})" for it in status.readers if it.state == "alive"]
+    slot_bytes, max_slots = pool.slot_bytes, pool.max_slots
+    pool.close()
+    if users:
+        raise BusBusyError(
+            f"pool {kind!r} of bus {bus!r} is too small: {max_slots} slots of {slot_bytes} bytes, "
+            f"expected {spec.slots} of {spec.slot_bytes}; {', '.join(users[:4])} use it. Close "
+            "those, or publish under another name"
+        )
+    with contextlib.suppress(errors.BusNotFoundError):  # a concurrent process removed it first
+        unlink_pool(bus, kind)
+
 
 _T = TypeVar("_T")
 

@@ -134,8 +134,6 @@ class Calls:
 
 
 class _Call:
-    """A call in progress."""
-
     def __init__(
         self, calls: Calls, request: web.BaseRequest, session: Session, path: str, raw: bytearray
     ) -> None:
@@ -295,7 +293,6 @@ class _Call:
         return await connection.deliver(self._request, response, self._settler(), limits.DELIVER_S)
 
     def _read(self, raw: bytearray) -> dict[str, Any]:
-        """Take a whole answer; return the client's part."""
         read = self._reading.read(decode_answer(raw))
         assert read is not None
         return read
@@ -409,13 +406,11 @@ class _Call:
     # -- both -----------------------------------------------------------------------------------
 
     def _take_turns(self, engine: Engine) -> None:
-        """Check the answers and their weights versions."""
         span = self._calls._versions.met(engine.url, self._begun, self._reading.version)
         self._turns = self._reading.turns(span)
         self._session.assumed |= self._calls._versions.is_assumed(engine.url, self._begun)
 
     def _record(self) -> None:
-        """Record the answers, and follow them to their client."""
         self._recorded = True
         lost = [each for each in self._earlier if each.is_cut or self._is_retry]
         self._answer, went_on = self._calls._sessions.record(
@@ -489,7 +484,6 @@ async def _drain(answer: aiohttp.ClientResponse) -> None:
 
 
 async def _whole(answer: aiohttp.ClientResponse) -> bytearray:
-    """Read a whole answer within its limit."""
     raw = bytearray()
     async for data in answer.content.iter_any():
         raw += data

@@ -211,7 +211,6 @@ class _Choice:
 
 
 def _append(kept: array[Any], values: Any, kinds: frozenset[type], what: str) -> None:
-    """Append an engine's numbers."""
     try:
         if kinds.issuperset(map(type, values)):
             kept.extend(values)

@@ -119,7 +119,6 @@ class Conversations(dict[str, list[Any]]):
 
 
 def _bytes_of(item: Any) -> int:
-    """Estimate the bytes of an item."""
     return _ITEM_BYTES + len(msgspec.json.encode(item))
 
 

@@ -1,7 +1,9 @@
 """Prompts of token ids for the calls of a conversation: sampled ids, a bridge, and new messages.
 
 A stitched call gives the engine ids for its messages: prompt and answer of the call before, as the
-engine reported them, and the engine's own rendering of the new messages. Any other call is rendered
+engine reported them, and the engine's own rendering of the new messages. The bridge between two
+answers is cut out of renderings with two stand-ins for the last answer, which differ in one word:
+the equal ends begin inside or right behind the answer's turn. Any other call is rendered
 by the engine, as without stitching. Sources: `_reused_prompt_token_ids` in
 vllm/renderers/online_renderer.py of vLLM 0.32, which also parses and streams the answer;
 `ChatCompletionRequest.input_ids` in sglang/srt/entrypoints/openai/protocol.py of SGLang 0.5.23.
@@ -9,6 +11,8 @@ vllm/renderers/online_renderer.py of vLLM 0.32, which also parses and streams th
 Invariants:
 
 - A stitched prompt begins with the ids of a kept answer and ends with the engine's rendering.
+- A bridge holds only ids rendered by the engine's own template, behind the last answer. The end
+  token of the answer stands in the bridge only if the engine did not sample the token.
 - Each kind of turn is stitched in a chain only after a comparison with the full rendering.
 - An engine's answer to other ids than the sent ids ends stitching for that engine.
 - Doubt never fails a call: the engine renders the messages.
@@ -33,18 +37,61 @@ from shmbus.recorder.engine_api import Said
 from shmbus.recorder.engines import Engine, EngineGone, Engines
 from shmbus.recorder.sampling import has_grammar
 from shmbus.recorder.sessions import Answer, Session, Sessions
-from shmbus.recorder.stitch_bridge import (
-    OPENING,
-    WORDS,
-    begins,
-    bridge,
-    ends,
-    equal_end,
-    stand_in,
-)
 from shmbus.recorder.stitch_chain import Ids, Link, options_of
 from shmbus.recorder.token_fields import token_ids
 from shmbus.recorder.transcript import Turn
+
+#: Begin of every small conversation.
+OPENING: Final = {"role": "user", "content": "a"}
+#: Words of stand-ins. A template whose turn merges with the word's last character is unstable.
+WORDS: Final = ("a", "b", ".", "0")
+
+
+def stand_in(word: str, answer: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return an answer of one word, or an answer's calls with the word as last argument."""
+    if answer is None:
+        return {"role": "assistant", "content": word}
+    *calls, last = answer["tool_calls"]
+    arguments = msgspec.json.encode({"a": word}).decode()
+    last = {**last, "function": {**last["function"], "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [*calls, last]}
+
+
+def equal_end(rendered: Sequence[Ids]) -> Ids:
+    """Return the longest common suffix."""
+    least = min(map(len, rendered))
+    if not least:
+        return rendered[0][:0]
+    ends = np.stack([each[len(each) - least :] for each in rendered])
+    differ = np.flatnonzero((ends != ends[0]).any(axis=0))
+    return ends[0, differ[-1] + 1 :] if len(differ) else ends[0]
+
+
+def bridge(end: Ids, behind: Ids, last: int, is_closed: bool) -> Ids | None:
+    """Return the ids between an answer and the next answer, or None without a certain bridge.
+
+    `end`: the end of the answer's turn. `behind`: the same, with new messages and the next turn's
+    begin. `last`: last id of the answer. `is_closed`: the engine sampled the end of the turn.
+    """
+    assert len(behind) > len(end)
+    if not is_closed:
+        return behind[int(behind[0] == last) :]
+    places = np.flatnonzero(end == last)
+    if len(places):
+        return behind[places[0] + 1 :]
+    # In some templates the next role's first token ends a turn.
+    return behind[len(end) + 1 :] if behind[len(end)] == last else None
+
+
+def begins(ids: Ids, head: Ids) -> bool:
+    """Return whether ids begin with a head."""
+    return len(head) <= len(ids) and bool((ids[: len(head)] == head).all())
+
+
+def ends(ids: Ids, tail: Ids) -> bool:
+    """Return whether ids end with a tail."""
+    return len(tail) <= len(ids) and bool((ids[len(ids) - len(tail) :] == tail).all())
+
 
 logger = logging.getLogger(__name__)
 

@@ -126,7 +126,6 @@ class _Row:
         self.heard = len(text), _digests(text, [len(text)])[len(text)]
 
     def cut(self, end: int) -> None:
-        """Shorten the row to `end` tokens."""
         keep = end - self.prefix
         del self.tokens[keep * _TOKEN.itemsize :]
         del self.logprobs[keep * _LOGPROB.itemsize :]
@@ -148,7 +147,6 @@ class _Row:
             child.last.row = self
 
     def fields(self) -> dict[str, NDArray[Any]]:
-        """Return arrays of the row's own tokens."""
         fields: dict[str, NDArray[Any]] = {
             "tokens": np.frombuffer(bytes(self.tokens), _TOKEN),
             "loss_mask": np.frombuffer(bytes(self.mask), np.uint8),

@@ -245,7 +245,6 @@ class CoordinatorParty:
         self._tell_peers()
 
     def _tell_peers(self) -> None:
-        """Tell sinks the addresses of sources."""
         self._peers_changed = False
         self._next_peers_s = time.monotonic() + ROUND_S
         known = self._bus_of
@@ -467,8 +466,8 @@ class CoordinatorParty:
             peers,
             [address for address in everybody if address not in self.hellos],
             pure.stash.open_records if pure else 0,
-            pure.stash.ready_records if pure else 0,
-            pure.stash.leased_records if pure else 0,
+            pure.stash.table.ready_cells if pure else 0,
+            pure.stash.table.leased_cells if pure else 0,
             dict(pure.drops) if pure else {},
             self.lost,
             self.refused + self._mailbox.opener.refused,

@@ -255,7 +255,6 @@ class _Link:
                     self._nbytes = self._count = 0
 
     def _meet(self) -> socket.socket:
-        """Connect, and prove both ends."""
         connection = socket.create_connection((self.to.host, self.to.port), _MEET_S)
         try:
             _tune(connection)
@@ -295,7 +294,6 @@ class _Link:
                     self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the link for good."""
         self._over.set()
         with self._lock:
             self._waiting.put(None)

@@ -304,7 +304,6 @@ class Keep:
         self.owed = set()
 
     def _append(self, frames: list[tuple[int, bytes | memoryview]]) -> bool:
-        """Write frames atomically."""
         if not self._is_due("put"):
             return False
         at = self._nbytes
@@ -422,5 +421,4 @@ def _split(origins: bytes) -> list[Origin]:
 
 
 def _origins_of(payload: bytes | memoryview) -> list[Origin]:
-    """Return the records of a block, in order."""
     return _split(_core.check_block(payload, bytes(_core.MAX_SPLITS))[0])

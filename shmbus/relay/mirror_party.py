@@ -219,7 +219,6 @@ class _Incoming:
         self.begun_s = time.monotonic()
 
     def view(self, index: int) -> memoryview:
-        """Return the place of a piece."""
         whole = memoryview(self.room)
         if not self.is_patch:
             assert self.write is not None

@@ -479,27 +479,21 @@ class Relay:
             f"{self.name} --stop"
         )
 
-    def _plan(self) -> PartyPlan:
-        """Return the coordinator's plan; DaemonUnavailableError without an answer."""
+    def _ask(self, address: str, method: str, *args: object) -> Any:
+        """Return an actor's answer; DaemonUnavailableError without an answer."""
         try:
-            actor = ray.get_actor(self._coordinator, namespace=NAMESPACE)
-            said = ray.get(actor.describe.remote(), timeout=_ANSWER_S)
-        except (ValueError, ray.exceptions.RayError) as error:
-            raise self._unavailable(_ANSWER_S, type(error).__name__) from error
-        plan: PartyPlan = msgspec.json.decode(said["plan"], type=PartyPlan)
-        return plan
-
-    def _change_peers(self, at: str, address: str, joins: bool) -> bool:
-        try:
-            actor = ray.get_actor(at, namespace=NAMESPACE)
-            return bool(ray.get(actor.change_peers.remote(address, joins), timeout=_ANSWER_S))
+            actor = ray.get_actor(address, namespace=NAMESPACE)
+            return ray.get(getattr(actor, method).remote(*args), timeout=_ANSWER_S)
         except (ValueError, ray.exceptions.RayError) as error:
             raise self._unavailable(_ANSWER_S, type(error).__name__) from error
 
     def _lead(self) -> str:
         """Return the address of the actor beside the trainer's weights, or ""."""
-        plan = self._plan() if self._carrying else None
-        leads = {self._weights_of(sink) for sink in plan.sinks} if plan else set()
+        if not self._carrying:
+            return ""
+        said = self._ask(self._coordinator, "describe")
+        plan = msgspec.json.decode(said["plan"], type=PartyPlan)
+        leads = {self._weights_of(sink) for sink in plan.sinks}
         return next((each for each in self._carrying if each in leads), "")
 
     def _weights_of(self, address: str) -> str:
@@ -529,14 +523,14 @@ class Relay:
                 PartyPlan("source", address, self._coordinator, place.bus),
                 {place.resource: _A_LITTLE},
             )
-            self._change_peers(self._coordinator, address, True)
+            self._ask(self._coordinator, "change_peers", address, True)
             joined.append(address)
             if lead:
                 mirror = self._weights_of(address)
                 _start_actor(
                     PartyPlan("mirror", mirror, lead, place.bus), {place.resource: _A_LITTLE}
                 )
-                self._change_peers(lead, mirror, True)
+                self._ask(lead, "change_peers", mirror, True)
                 self._carrying.append(mirror)
                 joined.append(mirror)
         self.addresses += joined
@@ -553,12 +547,12 @@ class Relay:
         """
         lead, gone = self._lead(), list[str]()
         mirror = address if address in self._carrying else self._weights_of(address)
-        if mirror != address and self._change_peers(self._coordinator, address, False):
+        if mirror != address and self._ask(self._coordinator, "change_peers", address, False):
             gone.append(address)
         if mirror in self._carrying and mirror != lead:
             # A dead lead begins again with the mirrors of living actors.
             with contextlib.suppress(errors.DaemonUnavailableError):
-                self._change_peers(lead, mirror, False)
+                self._ask(lead, "change_peers", mirror, False)
             self._carrying.remove(mirror)
             gone.append(mirror)
         if not gone:

@@ -185,7 +185,6 @@ class _Block:
         return dict(zip(self.origins, range(len(self.origins)), strict=True))
 
     def has_some_of(self, origins: tuple[Origin, ...]) -> bool:
-        """Return True if the block holds any of these records."""
         return not self._index.keys().isdisjoint(origins)
 
     def find(self, order: tuple[Origin, ...], at: int) -> tuple[int, int]:

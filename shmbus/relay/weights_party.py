@@ -76,7 +76,6 @@ class _Version:
         return count_pieces(self.nbytes(transfer), self._piece_bytes)
 
     def has(self, transfer: Transfer) -> bool:
-        """Return True while a transfer's bytes are here."""
         if transfer == self.whole:
             return self.lease is not None
         return transfer == self.patched and bool(self.patch)
@@ -116,7 +115,6 @@ class _Version:
         return self._patch_digest
 
     def let_go(self) -> None:
-        """Return the slot to the publisher."""
         if self.lease is not None:
             if self.patch:
                 self._digest_of_patch()
@@ -256,7 +254,6 @@ class WeightsParty:
         return _LOOK_S
 
     def _look(self, now_s: float) -> None:
-        """Take the newest version."""
         try:
             lease = self._reader.latest(after=self._seen, timeout=_NOW_S)
         except errors.WaitTimeoutError:

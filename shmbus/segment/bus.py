@@ -18,7 +18,7 @@ from shmbus.base.format import show_size
 from shmbus.base.ledger import REASONS
 from shmbus.data.schema import Schema, declared_schema, mapping_of, parse
 from shmbus.segment import creation, lifecycle
-from shmbus.segment.bounds import check_bounds
+from shmbus.segment.creation import check_bounds
 from shmbus.segment.names import identity, is_named
 from shmbus_ext import _core
 

@@ -14,7 +14,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Final, Generic, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 import posix_ipc
 
@@ -27,14 +27,8 @@ from shmbus_ext import _core
 _POLL_S: Final = 0.005
 
 
-class Handle(Protocol):
-    """A handle of the extension on such a file."""
-
-    def close(self) -> None:
-        """Unmap the file, and release its locks."""
-
-
-_H = TypeVar("_H", bound=Handle)
+#: A handle of the extension on such a file.
+_H = TypeVar("_H", bound="_core.Segment | _core.SlotPool | _core.Channel")
 
 
 def create_file(path: str, title: str, create: Callable[[int], _H]) -> _H:

@@ -133,7 +133,7 @@ class Collector:
         stash = self.stash
         stash.apply_policy(undecided, now)
         self.run_maintenance(now)
-        more = stash.ready_groups >= wanted or self.pump_once(now)
+        more = stash.table.ready_groups >= wanted or self.pump_once(now)
         if self._notes_deliveries:
             intake.lease = self.lease  # the first request may come while this reads
         if stash.discards or self._errors:
@@ -317,7 +317,7 @@ class Collector:
                 self.flush()  # a producer may need it for a message before the caller comes back
         except BaseException:
             for group in reversed(leased):
-                stash.give_back(group)
+                stash.table.give_back(group)
             raise
         return leased
 
@@ -325,7 +325,7 @@ class Collector:
         """Admit new groups in the place of leased groups; hand out no more of the leased."""
         self._requests.delivered(leased)
         if self._lead.bounded:
-            self._lead.delivered(leased, self.stash.leased_groups)
+            self._lead.delivered(leased, self.stash.table.leased_groups)
 
     def wait_s(self, now: float, remaining_s: float | None) -> float:
         """Seconds until the caller's deadline, the stash's, or the next sweep."""
@@ -342,7 +342,7 @@ class Collector:
     def run_maintenance(self, now: float) -> None:
         """Sweep for dead producers and free space, each at its interval."""
         self.flush()
-        if self._upkeep.run(now, self._find, self.stash.leased_groups):
+        if self._upkeep.run(now, self._find, self.stash.table.leased_groups):
             self._retries.check_claimants()
             self._log_drops(now)
 
@@ -399,7 +399,7 @@ class Collector:
 
     def is_leased(self, group: _core.GroupEntry[Trajectory]) -> bool:
         """Tell if this collector gave the lease, and the lease still runs."""
-        return self.stash.is_leased(group)
+        return self.stash.table.is_leased(group)
 
     def end_groups(
         self, consumer: object, groups: list[_core.GroupBase], reason: int, state: str
@@ -433,7 +433,7 @@ class Collector:
         self._requests.ended(samples)
         if group is not None:
             self.stash.end_reports(group)
-            self._lead.follow(self.stash.leased_groups, 1)
+            self._lead.follow(self.stash.table.leased_groups, 1)
             self.release_discards()
 
     def recall(self) -> None:
@@ -465,7 +465,7 @@ class Collector:
 
     def give_back(self, group: _core.GroupEntry[Trajectory]) -> None:
         """Put a leased group first in line for delivery, also to a thread that waits in `take`."""
-        self.stash.give_back(group)
+        self.stash.table.give_back(group)
         if self.trained:
             self.end_trained_waiting(time.monotonic())
         self.reader.wake()
@@ -490,7 +490,7 @@ class Collector:
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         self.segment.policy_version = version
-        self._lead.follow(self.stash.leased_groups)
+        self._lead.follow(self.stash.table.leased_groups)
 
     def stats(self) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""
@@ -511,12 +511,12 @@ class Collector:
             segment.released(),
             committed=committed,
             in_ring=in_ring,
-            leased=stash.leased_records,
-            stashed=stash.open_records + stash.ready_records,
-            ready=stash.ready_records,
+            leased=stash.table.leased_cells,
+            stashed=stash.open_records + stash.table.ready_cells,
+            ready=stash.table.ready_cells,
             groups_open=stash.open_groups,
-            groups_ready=stash.ready_groups,
-            groups_leased=stash.leased_groups,
+            groups_ready=stash.table.ready_groups,
+            groups_leased=stash.table.leased_groups,
             groups_timed_out=stash.timeouts,
             groups_given_up=stash.given_up,
             groups_dropped=_core.groups_dropped(segment),

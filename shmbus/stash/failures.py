@@ -31,12 +31,13 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Final, Generic, Literal, Protocol, TypeVar
+from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from shmbus.base import limits
 from shmbus.base.backoff import backoff_s
+from shmbus_ext import _core
 from shmbus_ext._core import GroupEntry
 
 DiscardReason = Literal["failed", "duplicate", "size_mismatch"]
@@ -144,27 +145,8 @@ class LanePause:
         self.probe_due_s = now_s + max(wait_s, limits.PROBE_S)
 
 
-class Reported(Protocol):
-    """A trajectory's interface here, for samples and failure reports."""
-
-    @property
-    def key(self) -> Hashable: ...  # noqa: D102
-    @property
-    def group_size(self) -> int: ...  # noqa: D102
-    @property
-    def need(self) -> int: ...  # noqa: D102
-    @property
-    def index(self) -> int: ...  # noqa: D102
-    @property
-    def score(self) -> float: ...  # noqa: D102
-    @property
-    def failed(self) -> bool: ...  # noqa: D102
-    @property
-    def nbytes(self) -> int: ...  # noqa: D102
-    @property
-    def meta(self) -> object: ...  # noqa: D102
-
-
+#: Samples and failure reports, or the heads of both.
+Reported: TypeAlias = "_core.Trajectory | _core.OriginHead"
 S = TypeVar("S", bound=Reported)
 
 #: Most attempts a report may claim; a larger number means damage or forgery.

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal
 
 import msgspec
 
@@ -37,7 +37,7 @@ from shmbus import errors
 from shmbus.base import limits
 from shmbus.batch.scores import are_equal
 from shmbus.data.keys import has_round, split_of
-from shmbus.stash.failures import FailingGroup, Failures, Reported, Request
+from shmbus.stash.failures import FailingGroup, Failures, Reported, Request, S
 from shmbus_ext import _core
 from shmbus_ext._core import (
     REFUSED_DUPLICATE,
@@ -61,17 +61,6 @@ Reason = Literal[
     "failed",
 ]
 
-
-class Sample(Reported, Protocol):
-    """A trajectory's further interface for the stash."""
-
-    @property
-    def policy_version(self) -> int: ...  # noqa: D102
-    @property
-    def committed_ns(self) -> int: ...  # noqa: D102
-
-
-S = TypeVar("S", bound=Sample)
 
 #: Keys of completed groups to remember, if producers give rounds, for recognising surplus
 #: samples: some MiB of keys, and many steps' worth of groups.
@@ -276,7 +265,9 @@ class Stash(Generic[S]):
                 self.failures.end(failing)
                 rest += failing.samples + failing.reports
             for ready in self.table.full(key):
-                if not self.is_leased(ready) and any(id(each) in out for each in ready.samples):
+                if not self.table.is_leased(ready) and any(
+                    id(each) in out for each in ready.samples
+                ):
                     self.table.withdraw(ready)
                     rest += ready.samples + self.reports.pop(ready, [])
             for lease in [each for each in self.inherited if each[0] == key]:
@@ -485,14 +476,6 @@ class Stash(Generic[S]):
             self._discard("failed", group.key, self.reports.pop(group, []))
             self._note_failing()
 
-    def give_back(self, group: GroupEntry[S]) -> None:
-        """Put a leased group first in line for delivery."""
-        self.table.give_back(group)
-
-    def is_leased(self, group: GroupEntry[S]) -> bool:
-        """Tell if the group is under lease now."""
-        return self.table.is_leased(group)
-
     def has(self, key: Hashable) -> bool:
         """Tell if the stash holds a waiting or leased sample or report of the group."""
         return self.waits(key) or bool(self.table.full(key))
@@ -503,7 +486,7 @@ class Stash(Generic[S]):
         return (
             self.table.find(key) is not None
             or (failing is not None and bool(failing.received or failing.reports))
-            or not all(map(self.is_leased, self.table.full(key)))
+            or not all(map(self.table.is_leased, self.table.full(key)))
             or any(key == lease_key for lease_key, _ in self.inherited)
         )
 
@@ -547,28 +530,8 @@ class Stash(Generic[S]):
         """Their samples, and reports of failures."""
         return self.table.cells + self.table.failing_cells
 
-    @property
-    def ready_groups(self) -> int:
-        """Complete groups that wait for a take."""
-        return self.table.ready_groups
 
-    @property
-    def ready_records(self) -> int:
-        """Their samples."""
-        return self.table.ready_cells
-
-    @property
-    def leased_groups(self) -> int:
-        """Groups taken, and not acknowledged yet."""
-        return self.table.leased_groups
-
-    @property
-    def leased_records(self) -> int:
-        """Their samples."""
-        return self.table.leased_cells
-
-
-def _scores_equal(samples: Sequence[Sample]) -> bool:
+def _scores_equal(samples: Sequence[Reported]) -> bool:
     try:
         scores = [sample.score for sample in samples]
         return bool(are_equal(min(scores), max(scores)))

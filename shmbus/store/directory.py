@@ -129,9 +129,9 @@ def _no_room(target: Path, written: int) -> OSError:
     return OSError(errno.ENOSPC, what, str(target))
 
 
-def sync(directory: Path) -> None:
-    """Flush a directory's entries to disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Flush a file, or a directory's entries, to disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

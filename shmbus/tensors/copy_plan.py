@@ -224,7 +224,6 @@ class HostBatch:
         return arrived
 
     def _unpack(self, step: _Step, current: torch.cuda.Stream) -> None:
-        """Scatter an arrived run into its tensors."""
         arrived = self._transfers.free[step.turn]
         assert arrived is not None
         current.wait_event(arrived)
@@ -283,13 +282,11 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as its bytes."""
     # Not `view`: a single element counts as contiguous at any stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _bytes(first: torch.Tensor, run: Run) -> torch.Tensor:
-    """View a run in the memory of a member."""
     made = torch.empty(0, dtype=torch.uint8, device=first.device)
     return made.set_(first.untyped_storage(), run.start, (run.end - run.start,), (1,))
 

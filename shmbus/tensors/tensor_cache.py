@@ -71,7 +71,6 @@ class SeenTensors:
 
 
 def _tensors_of(found: Mapping[str, object]) -> tuple[list[str], list[torch.Tensor]]:
-    """Return names and tensors, in order."""
     values: list[Any] = list(found.values())
     if all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):
         return list(found), values

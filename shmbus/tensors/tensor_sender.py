@@ -300,7 +300,6 @@ class ExportedWriter:
         )
 
     def _targets_of(self, number: int, form: StepForm) -> _Targets:
-        """Return the targets of a step's tensors in a buffer."""
         name, payload = self._arena.buffer(number, max(form.size, 1))
         ready = self._targets.get(number)
         if ready is None or ready.form is not form or ready.name != name:
@@ -500,7 +499,6 @@ class TensorSender(TensorSide):
         return True
 
     def _agreed_form(self, tensors: Mapping[str, torch.Tensor], step: int) -> StepForm:
-        """Check a step against the agreement."""
         self._check_tensors(tensors, step)
         specs = specs_of(tensors)
         if self._agreement.own is None:

@@ -188,7 +188,6 @@ class Page:
         return name
 
     async def _group(self, request: web.BaseRequest) -> web.Response:
-        """Answer with the history of one group."""
         name = self._bus_of(request)
         query = request.query
         try:

@@ -23,7 +23,8 @@ import torch
 from shmbus.base.arguments import check_int, check_int64, check_text
 from shmbus.errors import WeightsError
 from shmbus.segment.own_file import require_own_folder
-from shmbus.weights.carriers.checkpoint import faults_in_file, sync_path
+from shmbus.store.directory import sync
+from shmbus.weights.carriers.checkpoint import faults_in_file
 from shmbus.weights.errors import ManifestError
 
 _TENSORS: Final = "adapter_model.safetensors"
@@ -169,7 +170,7 @@ class LoraFiles:
             save_file(tensors, fresh / _TENSORS, {"format": "pt"})
             (fresh / _CONFIG).write_bytes(self._config)
             for each in (fresh / _TENSORS, fresh / _CONFIG, fresh):
-                sync_path(each)
+                sync(each)
             fresh.rename(target)
         except BaseException as error:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -282,7 +283,6 @@ def _file_name(name: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Convert sets and enumerations to JSON types."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return str(getattr(value, "value", value))

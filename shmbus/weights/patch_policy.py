@@ -132,8 +132,6 @@ def patch_capacity(manifest: Manifest, share: float, ranks: int) -> int:
 
 
 class _Box(NamedTuple):
-    """Rows of a tensor, in elements."""
-
     offset: int
     rows: int
     length: int

@@ -7,8 +7,9 @@ shares a tensor can wedge a device used by several processes.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -19,16 +20,41 @@ from shmbus.segment.room import shortage, tightest
 from shmbus.tensors.device.arena import MemoryKind
 from shmbus.tensors.device.memory import refusals
 from shmbus.weights.carriers.checkpoint import (
+    CheckpointReader,
+    CheckpointVersion,
+    CheckpointWriter,
     checkpoint_problem,
     checkpoint_reader,
     checkpoint_writer,
 )
 from shmbus.weights.carriers.exported import ExportedWriter
-from shmbus.weights.carriers.interface import Carrier
-from shmbus.weights.carriers.pool_reader import PooledReader
+from shmbus.weights.carriers.interface import ReaderOptions, WriterOptions
+from shmbus.weights.carriers.pool_reader import PooledReader, PooledVersion
 from shmbus.weights.carriers.pool_writer import PoolWriter, SlotWriter
 
 _SHM: Final = Path("/dev/shm")
+
+#: A publisher's side, a subscriber's side, and a reader's version.
+WriterCarrier: TypeAlias = PoolWriter | CheckpointWriter
+ReaderCarrier: TypeAlias = PooledReader | CheckpointReader
+CarriedVersion: TypeAlias = PooledVersion | CheckpointVersion
+
+
+class Carrier(NamedTuple):
+    """Carrier of weights: a check of this machine, and two sides."""
+
+    #: From a device, bytes of every slot and a directory: the reason against the carrier on this
+    #: machine, or ""; allocates nothing.
+    problem: Callable[[torch.device, int, Path | str | None], str]
+    #: Raises for another carrier's option.
+    writer: Callable[[WriterOptions], WriterCarrier]
+    reader: Callable[[ReaderOptions], ReaderCarrier]
+    #: Advantages, shown with the choice.
+    why: tuple[str, ...] = ()
+    #: Reason against a choice by "auto"; empty if "auto" may choose the carrier.
+    by_name_only: str = ""
+    takes_directory: bool = False
+    takes_patches: bool = False
 
 
 def _shm_problem(device: torch.device, size: int, directory: Path | str | None) -> str:

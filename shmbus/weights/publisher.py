@@ -33,12 +33,9 @@ from shmbus.base.arguments import (
 from shmbus.errors import ShmbusError, WaitTimeoutError
 from shmbus.pool import WhenHeld
 from shmbus.tensors.copy_table import prepare_copies
-from shmbus.weights.carriers.interface import (
-    DEFAULT_SLOTS,
-    VersionSink,
-    WriterCarrier,
-    WriterOptions,
-)
+from shmbus.weights.carriers.checkpoint import CheckpointSink
+from shmbus.weights.carriers.interface import DEFAULT_SLOTS, WriterOptions
+from shmbus.weights.carriers.pool_writer import PoolSink
 from shmbus.weights.errors import ManifestError, VersionOrderError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patch_policy import patch_share
@@ -255,7 +252,7 @@ class WeightPublisher:
                 "carrier 'shm' has patches"
             )
         prepare_copies(torch.device(device))
-        self._writer: WriterCarrier = chosen.writer(
+        self._writer = chosen.writer(
             WriterOptions(
                 bus=bus,
                 manifest=self.manifest,
@@ -420,7 +417,7 @@ class WeightPublisher:
                 self.bus, version, newest, self.bus,
             )  # fmt: skip
 
-    def _copy(self, sink: VersionSink, version: int) -> int:
+    def _copy(self, sink: PoolSink | CheckpointSink, version: int) -> int:
         written = 0
         lasting: list[LocalPiece] = []
         sizes: dict[str, int] = {}

@@ -32,7 +32,7 @@ from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import DamagedError, WaitTimeoutError
 from shmbus.tensors.copy_table import prepare_copies
 from shmbus.tensors.views import count_writes, is_sharded
-from shmbus.weights.carriers.interface import CarriedVersion, ReaderCarrier, ReaderOptions
+from shmbus.weights.carriers.interface import ReaderOptions
 from shmbus.weights.errors import (
     LOAD_CODE,
     MANIFEST_CODE,
@@ -50,7 +50,7 @@ from shmbus.weights.loading import (
     targets_of,
 )
 from shmbus.weights.manifest import Slice, require_slices, view_of
-from shmbus.weights.probe import CARRIERS, choose
+from shmbus.weights.probe import CARRIERS, CarriedVersion, choose
 
 Verify: TypeAlias = Literal["off", "sample", "all"]
 
@@ -134,7 +134,7 @@ class WeightSubscriber(ClosedByWith):
         #: Places of this subscriber's last versions, by number.
         self._met: dict[int, Place] = {}
         self._closed = False
-        self._reader: ReaderCarrier = CARRIERS[self.carrier.name].reader(
+        self._reader = CARRIERS[self.carrier.name].reader(
             ReaderOptions(bus, torch.device(device), label, directory)
         )
 
@@ -395,7 +395,6 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         self._open().report_loading()
 
     def _prepared(self, carried: CarriedVersion, named: Mapping[str, object], fit: Fit) -> Loading:
-        """Return the copies to make; reuse earlier checks."""
         cache = None if fit.slices else carried.cache
         found = None if cache is None else cache.get(named, fit[:2])
         if found is None:

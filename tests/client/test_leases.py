@@ -47,7 +47,7 @@ def dialogue(bus_name: str) -> Iterator[Dialogue]:
                 producer.put(f"g{number}", group_size=1, index=0, data=data)
         made = Dialogue(bus)
         yield made
-        made.leases.close()
+        made.leases.borrower.close()
         for end in made.ends:
             end.close()
         made.reader.close()
@@ -56,17 +56,17 @@ def dialogue(bus_name: str) -> Iterator[Dialogue]:
 def test_a_lease_is_locked_until_the_daemon_has_confirmed_its_end(dialogue: Dialogue) -> None:
     leases = dialogue.leases
     first, second, _ = dialogue.grant()
-    assert leases._borrower.locks()[0] == GROUPS
+    assert leases.borrower.locks()[0] == GROUPS
     leases.end(first, _core.ACKED)
     leases.end(second, _core.DROP_MALFORMED)
-    assert not leases.is_leased(first) and leases._borrower.locks()[0] == GROUPS
+    assert not leases.is_leased(first) and leases.borrower.locks()[0] == GROUPS
     ends = list(leases.unsent_ends())
     assert {(e.reason, *e.numbers) for e in ends} == {
         (_core.ACKED, 10), (_core.DROP_MALFORMED, 11),
     }  # fmt: skip
-    assert list(leases.unsent_ends()) == [] and leases.unconfirmed == 2
-    leases.confirmed([10, 11, 99])
-    assert leases._borrower.locks()[0] == 1 and leases.unconfirmed == 0
+    assert list(leases.unsent_ends()) == [] and leases.borrower.unconfirmed == 2
+    leases.borrower.confirm(dialogue.state.leases, [10, 11, 99])
+    assert leases.borrower.locks()[0] == 1 and leases.borrower.unconfirmed == 0
     assert list(dialogue.state.leases) == [12]
 
 
@@ -83,5 +83,5 @@ def test_claims_are_split_by_size(dialogue: Dialogue, monkeypatch: pytest.Monkey
 
 def test_nothing_is_kept_of_what_arrived_on_a_connection_that_is_over(dialogue: Dialogue) -> None:
     dialogue.ends[1].close()
-    assert dialogue.grant() == [] and dialogue.leases.ready == []
-    assert dialogue.state.leases == {} and dialogue.leases._borrower.locks()[0] == 0
+    assert dialogue.grant() == [] and dialogue.leases.borrower.ready == []
+    assert dialogue.state.leases == {} and dialogue.leases.borrower.locks()[0] == 0

@@ -20,7 +20,7 @@ from multidict import CIMultiDict
 from threaded_server import in_thread
 
 import shmbus
-from shmbus.gateway.server import serving as gateway_serving
+from shmbus.gateway.atropos_routes import serving as gateway_serving
 from shmbus.gateway.settings import Settings as GatewaySettings
 from shmbus.http import bodies
 from shmbus.http.access import is_loopback

@@ -20,7 +20,7 @@ from shmbus.recorder import server
 from shmbus.recorder.engine_api import Reading
 from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.settings import Settings
-from shmbus.recorder.stitch_bridge import bridge
+from shmbus.recorder.stitch import bridge
 
 pytest_plugins = ["recorder_fixtures"]
 

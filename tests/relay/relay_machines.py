@@ -165,7 +165,9 @@ class System:
         assert not sink.journal.settled, "not forgotten by the sink"
         assert not sink.journal.intent, "begun, and never put"
         stash = coordinator.stash
-        assert not stash.waiting_samples() and not stash.leased_groups, "a phantom in the stash"
+        assert not stash.waiting_samples() and not stash.table.leased_groups, (
+            "a phantom in the stash"
+        )
         assert not coordinator.known and not coordinator.taken, "not forgotten"
         assert not coordinator.dropped, "not dropped"
 

@@ -19,8 +19,8 @@ import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer, Request
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
-from shmbus.stash.requests import Requests
 from shmbus.stash.stash import Stash
+from shmbus.stash.upkeep import Requests
 from shmbus.store import snapshot as store
 from shmbus_ext import _core
 

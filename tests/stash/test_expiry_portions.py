@@ -40,7 +40,7 @@ def test_a_look_ends_a_portion_of_the_late_groups(bus_name: str, policy: dict[st
                 assert [group.key for group in stash.oldest(late)] == left[PORTION:]
             for _ in range(2):
                 collector.expire(20.0)
-            ended = stash.ready_groups + len(stash.discards) + len(stash.failures.groups)
+            ended = stash.table.ready_groups + len(stash.discards) + len(stash.failures.groups)
             assert ended == late
             assert stash.table.oldest_born_s is None
             collector.close()

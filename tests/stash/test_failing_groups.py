@@ -74,7 +74,7 @@ def test_a_sample_that_fails_for_good_ends_its_group_when_the_others_are_there(p
         assert bench.lease() == [[0, 2, 3]]
         # The report stays as long as its group may be delivered again.
         assert bench.left[1:] == [] and bench.stash.open_records == 1
-        bench.stash.give_back(bench.groups[0])
+        bench.stash.table.give_back(bench.groups[0])
         assert bench.lease() == [[0, 2, 3]] and bench.stash.open_records == 1
         bench.stash.end_lease(bench.groups[0])
         bench.release_discarded()
@@ -246,7 +246,7 @@ def test_every_sample_is_in_one_place_whatever_fails(seed: int) -> None:
             if held and rng.random() < 0.5:
                 group = held.pop(rng.randrange(len(held)))
                 if rng.random() < 0.3:
-                    bench.stash.give_back(group)
+                    bench.stash.table.give_back(group)
                 else:
                     gone["acked"] += len(group.samples)
                     bench.stash.end_lease(group)
@@ -257,9 +257,12 @@ def test_every_sample_is_in_one_place_whatever_fails(seed: int) -> None:
             assert bench.wanted is not None
             stash = bench.stash
             assert added == (
-                gone.total() + stash.open_records + stash.ready_records + stash.leased_records
+                gone.total()
+                + stash.open_records
+                + stash.table.ready_cells
+                + stash.table.leased_cells
             )
-            assert len(stash.waiting_samples()) == stash.open_records + stash.ready_records
+            assert len(stash.waiting_samples()) == stash.open_records + stash.table.ready_cells
             for group in stash.failures.groups.values():
                 assert group is not None and not group.decided
                 for_good = [m for m in group.failed.values() if m.request is None]

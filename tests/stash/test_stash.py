@@ -47,10 +47,10 @@ def counts(stash: Stash[Sample]) -> tuple[int, int, int, int, int, int]:
     return (
         stash.open_groups,
         stash.open_records,
-        stash.ready_groups,
-        stash.ready_records,
-        stash.leased_groups,
-        stash.leased_records,
+        stash.table.ready_groups,
+        stash.table.ready_cells,
+        stash.table.leased_groups,
+        stash.table.leased_cells,
     )
 
 
@@ -63,7 +63,7 @@ def test_as_many_finished_rounds_are_remembered_as_the_limit_says() -> None:
         stash.add([Sample(("a", round), 1)], 0.0)
     stash.add([Sample(("a", 1), 1), Sample(("a", 0), 1)], 0.0)
     assert discarded(stash) == [("surplus", ("a", 1), 1)]
-    assert stash.ready_groups == RECENT_KEYS + 2
+    assert stash.table.ready_groups == RECENT_KEYS + 2
 
 
 # --- deadlines
@@ -259,11 +259,11 @@ class StashMachine(RuleBasedStateMachine):
         position = choice % len(self.out)
         group, samples = self.out.pop(position), self.model.leased.pop(position)
         if back:
-            self.stash.give_back(group)
+            self.stash.table.give_back(group)
             self.model.ready.insert(0, samples)
         else:
             self.stash.end_lease(group)
-        assert not self.stash.is_leased(group)
+        assert not self.stash.table.is_leased(group)
 
     @invariant()
     def agree(self) -> None:
@@ -279,7 +279,7 @@ class StashMachine(RuleBasedStateMachine):
             sum(map(len, model.leased)),
         )
         assert keys(stash.oldest(99)) == [group[0] for group in model.open]
-        assert all(stash.is_leased(group) for group in self.out)
+        assert all(stash.table.is_leased(group) for group in self.out)
 
 
 def test_whatever_comes_in_the_stash_does_what_the_model_does(seed: int) -> None:

@@ -13,8 +13,8 @@ from conftest import wait_until
 import shmbus
 from trainer_adapter.adapters.optional_imports import Stack
 from trainer_adapter.adapters.prompt_response import part_row
+from trainer_adapter.adapters.requested_groups import SplitConsumer
 from trainer_adapter.adapters.skyrl import make_generator
-from trainer_adapter.adapters.split_consumer import SplitConsumer
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed here")

@@ -14,7 +14,7 @@ import torch
 from conftest import wait_until
 
 import shmbus
-from trainer_adapter.adapters.request_meta import columns_for
+from trainer_adapter.adapters.requested_groups import columns_for
 from trainer_adapter.adapters.skyrl import GenerateByBus
 
 

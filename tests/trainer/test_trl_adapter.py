@@ -27,8 +27,14 @@ from trainer_adapter.adapters.trl import (
     last_whole_checkpoint,
     scored,
 )
-from trainer_adapter.adapters.trl.checkpoints import FORGET_AFTER_GROUPS, TrainedRows
-from trainer_adapter.adapters.trl.progress import Account, OpenGroup, Row, RowMetrics
+from trainer_adapter.adapters.trl.held import (
+    FORGET_AFTER_GROUPS,
+    Account,
+    OpenGroup,
+    Row,
+    RowMetrics,
+    TrainedRows,
+)
 from trainer_adapter.adapters.trl.rows import read_rows, read_sample
 from trainer_adapter.adapters.trl.samples import Expected, advantages_of, check_size, rewards_of
 

@@ -29,8 +29,8 @@ from shmbus.base.arguments import check_int, check_text, check_timeout
 from shmbus.base.closing import ClosedByWith
 from shmbus.peers.atropos import env_id_of, group_of, is_atropos, samples_of
 from shmbus.peers.atropos_queue import GroupQueue, Waiting
-from trainer_adapter.adapters.ended_groups import still_leased
 from trainer_adapter.adapters.optional_imports import BUS_VARIABLE
+from trainer_adapter.adapters.requested_groups import still_leased
 
 __all__ = ["AtroposTrainer", "ShmbusEnv"]
 

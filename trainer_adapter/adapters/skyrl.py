@@ -27,11 +27,9 @@ from typing import Any, Final, NamedTuple
 
 import shmbus
 from shmbus.base.arguments import check_flag, check_seconds
-from trainer_adapter.adapters.ended_groups import EndedGroups
 from trainer_adapter.adapters.optional_imports import Stack
 from trainer_adapter.adapters.prompt_response import Parted, experts_of, part_row
-from trainer_adapter.adapters.request_meta import columns_for
-from trainer_adapter.adapters.split_consumer import SplitConsumer
+from trainer_adapter.adapters.requested_groups import EndedGroups, SplitConsumer, columns_for
 
 __all__ = ["GenerateByBus", "make_generator"]
 

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 import shmbus
 from shmbus.base.arguments import check_choice, check_flag, check_timeout
 from shmbus.batch.scores import are_equal
-from trainer_adapter.adapters.ended_groups import still_leased
 from trainer_adapter.adapters.optional_imports import Stack
 from trainer_adapter.adapters.prompt_response import bad_field, checked_field
+from trainer_adapter.adapters.requested_groups import still_leased
 
 __all__ = ["ShmbusBatches", "sample_group"]
 

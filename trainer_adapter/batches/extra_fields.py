@@ -327,7 +327,6 @@ def _require_shared(
 
 
 def _checked(name: object, given: object) -> _Field:
-    """Check one entry of `extra_fields`."""
     if not isinstance(name, str):
         raise TypeError(f"extra_fields: expected str names, got {name!r}")
     field = ExtraField(kind=given) if isinstance(given, str) else given  # type: ignore[arg-type]

@@ -6,6 +6,8 @@ Invariants:
 - Logprobs are aligned to their own token, and 0 where the loss mask is False.
 - Flags, rows, columns and extra fields are decided in the plan; each gives its part of the batch,
   and no part is changed afterwards.
+- The candidate ids of a sampling mask (top-k, top-p, a grammar) lie in the order of the packed
+  tokens, for `token_logprobs(support=)`; a mask without the sampled token never reaches a loss.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ from trainer_adapter.advantages import Kind, advantages_for_groups, check_kind
 from trainer_adapter.batches.batch import Batch, BatchFacts, Layout, padded, replaced
 from trainer_adapter.batches.columns import column_tensors
 from trainer_adapter.batches.extra_fields import (
+    COUNTS,
     ExtraField,
     ExtraFields,
     GivenExtraFields,
     MeasuredExtras,
 )
-from trainer_adapter.batches.finite import wrong_value
+from trainer_adapter.batches.finite import SampleError, wrong_value
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.prefixes import prefix_batch
 from trainer_adapter.batches.rows import RowSplit
@@ -47,8 +50,65 @@ from trainer_adapter.batches.sample_flags import (
     Withholding,
     sample_flags,
 )
-from trainer_adapter.batches.support import support_offsets
 from trainer_adapter.scored_group import ScoredGroup, groups_of
+
+
+class SupportError(SampleError):
+    """A sample with an invalid sampling mask."""
+
+
+def support_offsets(
+    wanted: ExtraFields,
+    extra: dict[str, Any],
+    offsets: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
+    plan: PackPlan,
+) -> dict[str, torch.Tensor]:
+    """Return the start of each token's part of the "support" fields, after their checks."""
+    found = {}
+    lengths = plan.samples[3]
+    for name, source in wanted.supports.items():
+        ids, counts = extra[name].numpy(), extra[name + COUNTS].numpy()
+        borders = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        if (at := _first(counts < 0)) >= 0:
+            raise _error(plan, at, source + COUNTS, "0 or more", str(counts[at]))
+        own = offsets[name].diff().numpy()
+        ends = np.cumsum(lengths)
+        for sample, (end, there) in enumerate(zip(ends.tolist(), own.tolist(), strict=True)):
+            said = int(borders[end] - borders[end - lengths[sample]])
+            if said != there:
+                expected = f"{said} ids, the sum of {source + COUNTS}"
+                raise _error(plan, end - 1, source, expected, f"{there} of them")
+        owners = np.repeat(np.arange(len(counts)), counts)
+        tokens, mask = tensors["tokens"].numpy(), tensors["loss_mask"].numpy()
+        sampled = np.zeros(len(counts), bool)
+        sampled[owners[ids == tokens[owners]]] = True
+        if (at := _first(mask & (counts > 0) & ~sampled)) >= 0:
+            raise _error(
+                plan, at, source, "the token that was sampled among its ids",
+                f"{tokens[at]} among none of {counts[at]}",
+            )  # fmt: skip
+        found[name] = torch.from_numpy(borders)
+    return found
+
+
+def _first(wrong: NDArray[np.bool_]) -> int:
+    at = int(wrong.argmax()) if len(wrong) else 0
+    return at if len(wrong) and wrong[at] else -1
+
+
+def _error(plan: PackPlan, token: int, field: str, expected: str, got: str) -> SupportError:
+    ends = np.cumsum(plan.samples[3])
+    sample = int(np.searchsorted(ends, token, side="right"))
+    t = plan.trajectories[sample]
+    at = token - int(ends[sample] - plan.samples[3][sample])
+    return SupportError(
+        f"trajectory {t.instance_id!r}[{t.index}] of producer {t.producer_id}: field {field!r}: "
+        f"expected {expected}, got {got}, at token {at}; put what "
+        "the engine sampled from, or leave the field out of extra_fields",
+        sample,
+    )
+
 
 __all__ = ["BatchPlan", "ExtraField", "FieldNames", "HostPacker", "pack"]
 

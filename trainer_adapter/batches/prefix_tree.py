@@ -234,7 +234,6 @@ class _Builder:
         self.leaves = np.full(len(views), -1, np.int64)
 
     def add(self, members: list[int]) -> None:
-        """Add sequences of one group."""
         # Members, the tokens of their path up to here, and its last segment.
         open_ = [(members, 0, -1)]
         while open_:

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 import msgspec
@@ -183,7 +182,6 @@ class Demo:
         self._recent.append((time.monotonic(), self.groups, self.tokens))
 
     def _show(self, handler: OnlineDataHandler, supervisor: Supervisor) -> None:
-        """Print a line, now and then."""
         now = time.monotonic()
         if now < self._next_show_s:
             return
@@ -241,11 +239,7 @@ class Demo:
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
     """End on SIGTERM as on Ctrl-C: stop the workers, and remove the segments."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
@@ -55,56 +58,54 @@ def write_summary(summary: Summary, directory: Path) -> Path:
     return path
 
 
-def plot_reward(summary: Summary, directory: Path) -> Path:
-    """Draw reward over time into ``reward.png``; return its path."""
+@contextlib.contextmanager
+def _drawn(path: Path, place: Literal["lower right", "upper left"]) -> Iterator[Any]:
+    """Give axes to fill, with a legend at a place, and write their figure."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=110)
+    yield axes
+    axes.grid(alpha=0.25)
+    axes.legend(loc=place, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def plot_reward(summary: Summary, directory: Path) -> Path:
+    """Draw reward over time into ``reward.png``; return its path."""
+    path = directory / "reward.png"
     windows = (summary.training[max(0, i - 9) : i + 1] for i in range(len(summary.training)))
     means = [sum(point.reward for point in window) / len(window) for window in windows]
     at_s = [point.seconds for point in summary.training]
-    axes.plot(at_s, means, color="#9db8d2", label="training batches (running mean)")
     held_out = [(point.seconds, point.reward) for point in summary.held_out]
-    axes.plot(*zip(*held_out, strict=True), color="#1f4e79", marker="o", ms=3.5, label="held-out")
     target = f"target {summary.reward_target:g}"
-    axes.axhline(summary.reward_target, color="#b05a2c", linestyle="--", label=target)
-    axes.set(xlabel="seconds", ylabel="mean reward", ylim=(0, 1.02), xlim=(0, None))
     chaos = f", {summary.kills} workers killed" if summary.chaos else ""
-    axes.set_title(
-        f"{summary.task}: {summary.workers} workers, groups of {summary.group_size}{chaos}"
-    )
-    axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", frameon=False)
-    figure.tight_layout()
-    path = directory / "reward.png"
-    figure.savefig(path)
-    plt.close(figure)
+    with _drawn(path, "lower right") as axes:
+        axes.plot(at_s, means, color="#9db8d2", label="training batches (running mean)")
+        line = {"color": "#1f4e79", "marker": "o", "ms": 3.5}
+        axes.plot(*zip(*held_out, strict=True), label="held-out", **line)
+        axes.axhline(summary.reward_target, color="#b05a2c", linestyle="--", label=target)
+        axes.set(xlabel="seconds", ylabel="mean reward", ylim=(0, 1.02), xlim=(0, None))
+        axes.set_title(
+            f"{summary.task}: {summary.workers} workers, groups of {summary.group_size}{chaos}"
+        )
     return path
 
 
 def plot_chat(training: list[Point], held_out: list[Point], directory: Path) -> Path:
     """Draw reward over steps into ``reward.png``; return its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=110)
-    for points, label, style in (
-        (training, "training batches", {"color": "#9db8d2"}),
-        (held_out, "held-out questions", {"color": "#1f4e79", "marker": "o"}),
-    ):
-        axes.plot([p.step for p in points], [p.reward for p in points], label=label, **style)  # type: ignore[arg-type]
-    axes.set(xlabel="optimizer steps", ylabel="mean reward", ylim=(0, 1.02), xlim=(0, None))
-    axes.grid(alpha=0.25)
-    axes.legend(loc="upper left", frameon=False)
-    figure.tight_layout()
     path = directory / "reward.png"
-    figure.savefig(path)
-    plt.close(figure)
+    with _drawn(path, "upper left") as axes:
+        for points, label, style in (
+            (training, "training batches", {"color": "#9db8d2"}),
+            (held_out, "held-out questions", {"color": "#1f4e79", "marker": "o"}),
+        ):
+            axes.plot([p.step for p in points], [p.reward for p in points], label=label, **style)
+        axes.set(xlabel="optimizer steps", ylabel="mean reward", ylim=(0, 1.02), xlim=(0, None))
     return path
 
 

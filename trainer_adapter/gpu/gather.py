@@ -155,12 +155,10 @@ class _Block:
         self.memory = torch.empty(advantages + wide * 4, dtype=torch.uint8, device=device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the batch in this block."""
         names = (*PER_TOKEN, "cu_seqlens", "scores", "policy_versions", "group_sizes")
         return {name: self.view(name) for name in names}
 
     def view(self, name: str) -> Tensor:
-        """Return a tensor of the batch by its name."""
         table, samples = self._table, self._samples
         total, sequences = samples.total, len(samples.instance_ids)
         if name in PER_TOKEN:
@@ -182,7 +180,6 @@ class _Block:
 def _launch(
     block: StagingBlock, table: KernelTable, samples: PackPlan, device: torch.device
 ) -> _Block:
-    """Launch the kernel on a new block of the device."""
     launch = _kernel().launch
     there = _Block(table, samples, device)
     # The first launch also copies the facts; a batch without tokens has a launch for them alone.

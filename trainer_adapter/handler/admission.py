@@ -11,24 +11,108 @@ Invariants:
 - After the first admitted group with logprobs, a group without them is malformed. A mixed batch
   lacks a ratio for part of its tokens; a rare group without logprobs would arrive at an arbitrary
   step and stop a loss that needs them. The reverse rule would reject every good group.
+- An unread array field with a name close to a known field, such as ``log_probs``, is reported once:
+  training would silently lack the field. A field in use, or sent beside the field in use, is never
+  reported.
 """
 
 from __future__ import annotations
 
+import difflib
 import logging
 import time
+from collections.abc import Iterable
 from itertools import islice
-from typing import Literal
+from typing import Final, Literal
 
 import shmbus
 from shmbus.base.arguments import check_count
-from shmbus.batch.gather import FieldNames, MixedLogprobsError
+from shmbus.batch.gather import FieldNames, MixedLogprobsError, PackPlan
 from trainer_adapter._arguments import ConsumerOptions, check_lengths, score_error
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.batches.extra_fields import ExtraFields
 from trainer_adapter.batches.sample_flags import Stale, Truncated, is_truncated
 from trainer_adapter.handler.planner import BatchPlanner
-from trainer_adapter.handler.unread_fields import UnreadFields
+
+#: Least similarity of two names, from 0 to 1: "log_probs" and "logprobs" reach 0.94.
+ALIKE: Final = 0.75
+
+#: Other libraries' names for the fields of a batch.
+SYNONYMS: Final = {
+    "loss_mask": (
+        "action_mask", "assistant_mask", "assistant_masks", "completion_mask", "completion_masks",
+        "loss_masks", "mask", "masks", "response_mask", "train_mask",
+    ),
+    "logprobs": (
+        "generation_logprobs", "inference_logprobs", "log_prob", "log_probs", "logp", "logps",
+        "old_log_probs", "old_logprobs", "old_logps", "old_per_token_logps", "per_token_logps",
+        "rollout_log_probs", "rollout_logprobs", "sampling_logprobs", "sampling_per_token_logps",
+        "token_logprobs",
+    ),
+    "advantages": ("adv", "advantage", "advs", "token_advantages"),
+    "score": ("reward", "rewards", "scores"),
+}  # fmt: skip
+
+
+class UnreadFields:
+    """Warns once of each nearly right name."""
+
+    def __init__(self, fields: FieldNames, extra: Iterable[str] = ()) -> None:
+        self._wanted = {
+            "loss_mask": fields.loss_mask,
+            "logprobs": fields.logprobs,
+            "advantages": fields.advantages,
+            "score": "score",
+        }
+        self._read = {*fields.as_tuple(), *extra}
+        self._known: set[tuple[str, ...]] = set()
+        self._told: set[str] = set()
+
+    def note(self, measured: PackPlan) -> None:
+        """Warn of the fields of just measured groups."""
+        for names in measured.field_names:
+            if names not in self._known:
+                self._known.add(names)
+                self._look(names, measured.trajectories)
+
+    def _look(self, names: tuple[str, ...], trajectories: list[shmbus.Trajectory]) -> None:
+        missing = {
+            role: wanted
+            for role, wanted in self._wanted.items()
+            if wanted is not None and wanted not in names
+        }
+        if any(t.score for t in trajectories):
+            del missing["score"]
+        for name in names:
+            if name in self._read or name in self._told:
+                continue
+            role = _nearest(name, missing)
+            if role is not None:
+                self._told.add(name)
+                logger.warning("%s", _text(name, role, missing[role]))
+
+
+def _nearest(name: str, missing: dict[str, str]) -> str | None:
+    """Return a name's probable target among the missing fields."""
+    plain = name.lower()
+    for role, wanted in missing.items():
+        if plain in SYNONYMS[role] or plain == wanted.lower():
+            return role
+    near = difflib.get_close_matches(plain, missing.values(), n=1, cutoff=ALIKE)
+    return next((role for role, wanted in missing.items() if wanted in near), None)
+
+
+def _text(name: str, role: str, wanted: str) -> str:
+    if role == "score":
+        return (
+            f"the array field {name!r} is not read, and the scores are 0; did you mean {wanted!r}, "
+            "one number a sample? Put it as score="
+        )
+    return (
+        f"the array field {name!r} is not read, and there is no field {wanted!r}; did you mean "
+        f"that? Put it by this name, or pass fields=FieldNames({role}=...) with the other one"
+    )
+
 
 __all__ = ["Admission", "SampleAge"]
 

@@ -54,8 +54,6 @@ AnnotateGroup: TypeAlias = Callable[[shmbus.Group], Any]
 
 
 class _Call(msgspec.Struct, eq=False):
-    """A call under way with a group."""
-
     group: shmbus.Group
     future: concurrent.futures.Future[Any]
     attempts: int

@@ -306,7 +306,6 @@ class BatchPlanner(Generic[BatchT]):
         return places.with_waiting(waiting, now_s, ready=errors)
 
     def _count(self) -> int:
-        """Count the groups of the next batch."""
         if self._world_size != 1:
             return sum(planned.shard == self.waiting[0].shard for planned in self.waiting)
         if self._groups is not None:

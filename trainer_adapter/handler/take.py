@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import shmbus
 from trainer_adapter.batches.batch import Batch
+from trainer_adapter.handler.group_calls import GroupAnnotation, GroupScoring
 from trainer_adapter.handler.planner import BatchPlanner
 
 __all__ = [
     "QUIET_NOTE_S",
     "Look",
     "Take",
-    "Work",
     "WorkedOn",
     "take_from",
     "take_until_due",
@@ -41,20 +41,6 @@ Take: TypeAlias = Callable[[float, bool], "list[shmbus.Group]"]
 Look: TypeAlias = Callable[[bool, "float | None"], "float | None"]
 
 
-class Work(Protocol):
-    """Scores groups, or adds columns to them."""
-
-    @property
-    def is_async(self) -> bool:
-        """True if the work continues without a waiting caller."""
-
-    def run(self, groups: list[shmbus.Group], wait_s: float | None) -> None:
-        """Work on the unfinished groups, for some seconds."""
-
-    def is_done(self, group: shmbus.Group) -> bool:
-        """Return True if a group needs no more work."""
-
-
 def take_from(consumer: shmbus.Consumer, step: dict[str, Any] | None) -> Take:
     """Return a `Take` of any complete groups, or of this rank's shard of its next step."""
 
@@ -69,7 +55,9 @@ def take_from(consumer: shmbus.Consumer, step: dict[str, Any] | None) -> Take:
 class WorkedOn:
     """A `Take` with work on its groups; unfinished groups wait for the next call."""
 
-    def __init__(self, take: Take, works: Sequence[Work], *, whole: bool) -> None:
+    def __init__(
+        self, take: Take, works: Sequence[GroupScoring | GroupAnnotation], *, whole: bool
+    ) -> None:
         self._take = take
         self._works = works
         #: True if the groups of a take stay together, like a shard of a step.

@@ -58,7 +58,6 @@ def _tool_result(block: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Translate a message to chat messages."""
     role, content = message["role"], message["content"]
     if role == "system":
         text = _text_blocks(content)

@@ -35,7 +35,6 @@ _FREE_TOOL: Final = {
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a message in a chat's form."""
     kind = part.get("type")
     if kind in ("input_text", "output_text", "text", "refusal"):
         return {"type": "text", "text": part.get("text") or part.get("refusal") or ""}
@@ -323,7 +322,6 @@ class Responses(Dialect):
         return out + self._event("response.output_item.added", output_index=index, item=shown)
 
     def _close(self) -> bytes:
-        """Close the open item."""
         if not self._is_open:
             return b""
         self._is_open, self._place = False, -1

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -191,24 +191,8 @@ class BufferLostError(ShmbusError, documented=False):
     """Buffer replaced by its owner, or lost with a dead owner whose successor runs."""
 
 
-class Memory(Protocol):
-    """Memory of a buffer: `DeviceMemory` or `HostMemory`."""
-
-    handle: DeviceHandle
-    nbytes: int
-    device: torch.device
-
-    def descriptor(self) -> int:
-        """Return a new file descriptor, closed by the caller."""
-
-    def tensor(self) -> torch.Tensor:
-        """Return the whole memory as uint8."""
-
-    def lend(self) -> tuple[torch.Tensor, weakref.ref[Any]]:
-        """Return `tensor()` and a weak reference, dead once no tensor of the memory survives."""
-
-    def close(self) -> None:
-        """Release the memory."""
+#: Memory of a buffer.
+Memory: TypeAlias = DeviceMemory | HostMemory
 
 
 @decodable

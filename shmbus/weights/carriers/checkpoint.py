@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -33,9 +33,9 @@ from shmbus.base.arguments import check_int, check_text, is_text
 from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsError
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.own_file import require_own_folder
+from shmbus.store.directory import sync
 from shmbus.weights.carriers.interface import (
     DEFAULT_SLOTS,
-    CarriedVersion,
     ReaderOptions,
     WriterOptions,
 )
@@ -79,15 +79,6 @@ def _is_written(dtype: torch.dtype) -> bool:
     return True
 
 
-def sync_path(path: Path) -> None:
-    """Sync a file, or a folder's names, to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 class CheckpointPlace(NamedTuple):
     """Place of a version on disk."""
 
@@ -116,9 +107,9 @@ class CheckpointWriter:
             else:
                 shutil.rmtree(left, ignore_errors=True)
 
-    def begin(self, version: int, text: str) -> _CheckpointSink:
+    def begin(self, version: int, text: str) -> CheckpointSink:
         """Begin a version; the sink references its tensors until `finish`."""
-        return _CheckpointSink(self, version, text)
+        return CheckpointSink(self, version, text)
 
     def close(self, *, remove: bool) -> None:
         """Leave; ignore `remove`: a checkpoint is kept."""
@@ -164,15 +155,15 @@ class CheckpointWriter:
 
         fresh.mkdir()
         save_file(tensors, fresh / FILE, metadata)
-        sync_path(fresh / FILE)
-        sync_path(fresh)
+        sync(fresh / FILE)
+        sync(fresh)
         fresh.rename(self._directory / name)
         link.symlink_to(name)
         link.replace(self._directory / _LINK)
-        sync_path(self._directory)
+        sync(self._directory)
 
 
-class _CheckpointSink:
+class CheckpointSink:
     """Collector of tensors for one file."""
 
     def __init__(self, writer: CheckpointWriter, version: int, text: str) -> None:
@@ -217,8 +208,11 @@ class _CheckpointSink:
         self._tensors = {}
 
 
-class CheckpointVersion(CarriedVersion):
+class CheckpointVersion:
     """File read whole into its own memory; the directory keeps no reader rows."""
+
+    #: No memory lasts to the next version, and no checks of the memory.
+    cache = None
 
     def __init__(self, directory: Path, sequence: int) -> None:
         from safetensors import SafetensorError, safe_open
@@ -257,6 +251,19 @@ class CheckpointVersion(CarriedVersion):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the file's tensors."""
         return self._tensors
+
+    borrow = tensors
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Do nothing: the tensors lie in plain memory."""
+
+    def report_loading(self) -> None:
+        """Do nothing, as each report."""
+
+    report_applied = report_loading
+
+    def report_refused(self, code: int, reason: str) -> None:
+        """Do nothing, as each report."""
 
     def verify(self, *, sample: bool) -> None:
         """Refuse: the file carries no digests."""

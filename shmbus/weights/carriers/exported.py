@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -44,9 +45,7 @@ from shmbus.weights.carriers.interface import (
     SAMPLED_BLOCKS,
     LostVersionError,
     ReaderOptions,
-    VersionMemory,
     VersionMeta,
-    WriteMemory,
     WriterOptions,
     no_digests,
 )
@@ -203,8 +202,12 @@ class LeadersBuffers:
         self._view.close()
 
 
-class ExportedWriter(WriteMemory):
+class ExportedWriter:
     """Memory of versions in rank 0's buffers."""
+
+    #: Meta of a version; None until rank 0 supplies it.
+    meta: bytes | None = None
+    patch_bytes = 0
 
     def __init__(self, options: WriterOptions, kind: MemoryKind) -> None:
         self._options, self._kind = options, kind
@@ -234,6 +237,13 @@ class ExportedWriter(WriteMemory):
     def payload(self, write: VersionWrite) -> torch.Tensor:
         """Return the slot's buffer."""
         return self._buffer(write)[1]
+
+    def lasting(self, payload: torch.Tensor) -> torch.Tensor:
+        """Return the buffer, valid while this memory is open."""
+        return payload
+
+    def register(self, payload: torch.Tensor) -> None:
+        """Do nothing: the device owns the buffer."""
 
     def _checked(self, write: VersionWrite) -> VersionMeta:
         """Return rank 0's meta after a comparison of the manifests."""
@@ -316,7 +326,7 @@ class ExportedReaders:
         self._buffers.close()
 
 
-class ExportedReader(VersionMemory):
+class ExportedReader:
     """A version's bytes in a buffer of its publisher."""
 
     def __init__(self, lease: VersionLease, placed: Placed, memory: Memory) -> None:
@@ -336,6 +346,9 @@ class ExportedReader(VersionMemory):
     def borrowed(self) -> torch.Tensor:
         """View the buffer."""
         return self._memory.tensor()
+
+    def prepare(self, devices: Iterable[torch.device]) -> None:
+        """Do nothing: the mapping is ready for copies."""
 
     def verify(self, *, sample: bool) -> None:
         """Compare digests, on the reading device."""

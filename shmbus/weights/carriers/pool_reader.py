@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -21,14 +21,12 @@ from shmbus.pool.pool_status import LOADING_CODE
 from shmbus.pool.server_rows import server_of_label
 from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.views import payload_tensor, tensor_at, unowned
-from shmbus.weights.carriers.exported import ExportedReaders
+from shmbus.weights.carriers.exported import ExportedReader, ExportedReaders
 from shmbus.weights.carriers.interface import (
     KIND,
     SAMPLED_BLOCKS,
-    CarriedVersion,
     LostVersionError,
     ReaderOptions,
-    VersionMemory,
     VersionMeta,
     no_digests,
 )
@@ -40,7 +38,7 @@ from shmbus.weights.manifest import Manifest
 _RETRY_S: Final = 0.05
 
 
-class SlotReader(VersionMemory):
+class SlotReader:
     """A version's bytes in its slot."""
 
     def __init__(
@@ -48,8 +46,8 @@ class SlotReader(VersionMemory):
     ) -> None:
         self._lease, self._registered = lease, registered
         self.total = lease.size
-        self.key = payload_tensor(lease.buffer).data_ptr()
-        self.identity = reader
+        self.key: object = payload_tensor(lease.buffer).data_ptr()
+        self.identity: object = reader
 
     def payload(self) -> torch.Tensor:
         """View the slot."""
@@ -75,6 +73,14 @@ class SlotReader(VersionMemory):
         for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
             self._lease.check(block, 1)
 
+    def close(self) -> None:
+        """Do nothing: the views alone keep the slot."""
+
+
+#: Memory of a leased version's bytes. `key` names the memory across versions, and `identity`
+#: reveals a change of the memory.
+VersionMemory: TypeAlias = SlotReader | ExportedReader
+
 
 class BorrowedTensors:
     """Lease-free tensors of a slot, with earlier checks of them."""
@@ -86,7 +92,7 @@ class BorrowedTensors:
         self.cache = LoadCache()
 
 
-class PooledVersion(CarriedVersion):
+class PooledVersion:
     """Leased version in any memory; the reader's row records the outcome."""
 
     def __init__(

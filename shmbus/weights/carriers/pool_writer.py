@@ -6,7 +6,7 @@ Invariant: an abandoned slot leaves the previous version in force.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -16,7 +16,8 @@ from shmbus.tensors.copy_table import Pair
 from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.tensor_cache import are_same
 from shmbus.tensors.views import copy_tensor, payload_tensor, tensor_at, unowned
-from shmbus.weights.carriers.interface import KIND, VersionMeta, WriteMemory, WriterOptions
+from shmbus.weights.carriers.exported import ExportedWriter
+from shmbus.weights.carriers.interface import KIND, VersionMeta, WriterOptions
 from shmbus.weights.patch_policy import (
     ComparedPieces,
     PatchPolicy,
@@ -37,7 +38,7 @@ _META_BYTES: Final = 64
 PENDING_BYTES: Final = 64 << 20
 
 
-class SlotWriter(WriteMemory):
+class SlotWriter:
     """Memory of versions inside the slots."""
 
     def __init__(self, options: WriterOptions) -> None:
@@ -49,6 +50,9 @@ class SlotWriter(WriteMemory):
         self.slot_bytes = manifest.total
         share = patch_share(options.patches)
         self.patch_bytes = patch_capacity(manifest, share, options.world_size)
+
+    def open(self) -> None:
+        """Do nothing: the pool has the memory."""
 
     def payload(self, write: VersionWrite) -> torch.Tensor:
         """View the slot."""
@@ -69,6 +73,10 @@ class SlotWriter(WriteMemory):
     def close(self) -> None:
         """Unregister the slots."""
         self._registered.close()
+
+
+#: Memory for a rank's writes of versions.
+WriteMemory: TypeAlias = SlotWriter | ExportedWriter
 
 
 class _LastingCopies(NamedTuple):
@@ -116,7 +124,7 @@ class PoolWriter:
             self.close(remove=True)
             raise
 
-    def begin(self, version: int, text: str) -> _PoolSink | None:
+    def begin(self, version: int, text: str) -> PoolSink | None:
         """Take a slot, or join rank 0's version; return None for a skipped version."""
         memory = self.memory
         wants = self.policy is not None and self.policy.wants()
@@ -126,7 +134,7 @@ class PoolWriter:
         if write is None:
             return None
         try:
-            return _PoolSink(self, write, memory.payload(write))
+            return PoolSink(self, write, memory.payload(write))
         except BaseException as error:
             write.give_up(str(error))
             raise
@@ -146,7 +154,7 @@ class PoolWriter:
         self._publisher.close(remove=remove)
 
 
-class _PoolSink:
+class PoolSink:
     """Version under construction."""
 
     def __init__(self, writer: PoolWriter, write: VersionWrite, payload: torch.Tensor) -> None:
@@ -197,7 +205,6 @@ class _PoolSink:
         return known.plan.nbytes
 
     def _put_compared(self, pieces: Sequence[LocalPiece]) -> int:
-        """Compare a source's reusable pieces."""
         assert self._payload is not None
         known = self._writer.compared
         if known is None or not are_same(known.pieces, pieces):

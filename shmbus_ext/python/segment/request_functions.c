@@ -1,4 +1,4 @@
-/* The request lane for shmbus.handles.feeder, and for shmbus.stash.requests on the collector's side. */
+/* The request lane for shmbus.handles.feeder, and for shmbus.stash.upkeep on the collector's side. */
 #include "python/segment/segment.h"
 
 #include <errno.h>

@@ -16,7 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
-from trainer_adapter.adapters.trl.checkpoints import last_whole_checkpoint
+from trainer_adapter.adapters.trl.held import last_whole_checkpoint
 from trainer_adapter.adapters.trl.rollouts import ShmbusRollouts
 from trainer_adapter.adapters.trl.samples import scored
 from trainer_adapter.adapters.trl.weights import ShmbusWeights

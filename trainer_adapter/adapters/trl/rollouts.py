@@ -26,9 +26,12 @@ import numpy as np
 import shmbus
 from shmbus.base.arguments import check_flag, check_seconds
 from shmbus.base.format import several
-from trainer_adapter.adapters.ended_groups import EndedGroups, still_leased
-from trainer_adapter.adapters.request_meta import columns_for
-from trainer_adapter.adapters.split_consumer import SplitConsumer
+from trainer_adapter.adapters.requested_groups import (
+    EndedGroups,
+    SplitConsumer,
+    columns_for,
+    still_leased,
+)
 from trainer_adapter.adapters.trl.rows import RowArrays, read_rows
 from trainer_adapter.adapters.trl.samples import Expected, check_size, rewards_of
 from trainer_adapter.adapters.trl.stack import needed, versions

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 import shmbus
 from shmbus.base.arguments import check_int
-
-if TYPE_CHECKING:
-    from trainer_adapter.adapters.trl.callback import TrainerArguments
 
 Advantages = Literal["grpo", "dr_grpo", "rloo", "none"] | Callable[..., Any]
 
@@ -31,6 +28,16 @@ TRL_EPS: Final = 1e-8
 _DROPS: Final = ("stale", "failed", "timeout", "overflow", "zero_variance")
 #: Comparisons across the groups of a batch; a worker of TRL never sees a batch.
 _OF_A_BATCH: Final = ("batch", "batch_std")
+
+
+class TrainerArguments(NamedTuple):
+    """Arguments of AsyncGRPOConfig relevant for a bus; None for a missing argument."""
+
+    num_generations: int | None
+    max_completion_length: int | None
+    token_budget: int | None
+    max_staleness: int | None
+    save_strategy: str
 
 
 class Expected(NamedTuple):

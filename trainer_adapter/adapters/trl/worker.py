@@ -8,6 +8,11 @@ Invariants:
 - A group is acknowledged after the training of its last row, not before: a trainer that dies gets
   the remaining groups again.
 - TRL's versions begin at 1 in every run. The bus counts on: a number names one set of weights.
+- transformers asks a callback with exportable state for the state while writing
+  ``trainer_state.json``, the last file of a checkpoint, and calls `on_save` after the whole write.
+  So a kill during the write leaves the previous checkpoint, and nothing trained since then is
+  acknowledged; a kill before the acknowledgement leaves a checkpoint with a list of its weights'
+  groups, which come again and are acknowledged without training.
 """
 
 from __future__ import annotations
@@ -21,12 +26,14 @@ from typing import Any, Final, Literal
 
 import shmbus
 from shmbus.base.arguments import check_choice
-from trainer_adapter.adapters.split_consumer import check_options
-from trainer_adapter.adapters.trl.callback import TrainerArguments, make_callback
-from trainer_adapter.adapters.trl.checkpoints import TrainedRows
-from trainer_adapter.adapters.trl.held import HeldGroups, open_within
-from trainer_adapter.adapters.trl.progress import RowMetrics
-from trainer_adapter.adapters.trl.samples import Advantages, Expected, ledger_metrics
+from trainer_adapter.adapters.requested_groups import check_options
+from trainer_adapter.adapters.trl.held import HeldGroups, RowMetrics, TrainedRows, open_within
+from trainer_adapter.adapters.trl.samples import (
+    Advantages,
+    Expected,
+    TrainerArguments,
+    ledger_metrics,
+)
 from trainer_adapter.adapters.trl.stack import needed
 
 _LOG: Final = logging.getLogger("shmbus.trl")
@@ -330,10 +337,62 @@ class ShmbusRolloutWorker:
         self.metrics_queue.put(found)
 
     def _save_state(self) -> dict[str, Any] | None:
-        """Return the state for the current checkpoint."""
         if self._consumer is None:
             return self._left_with
         return self._held.save(self.bus, self._consumer.policy_version, self._behind)
 
     def _saved(self) -> None:
         self._held.acknowledge(self._attached(), self._held.take_saved())
+
+
+#: Key of the callback's state in transformers.
+CALLBACK_NAME = "ShmbusCallback"
+
+
+def make_callback(worker: ShmbusRolloutWorker) -> Any:
+    """Make the TrainerCallback of a worker."""
+    base, exportable = needed("transformers.trainer_callback", "TrainerCallback", "ExportableState")
+    # transformers may recreate a callback from its class alone, so the class refers to the worker.
+    members = {"__doc__": _Told.__doc__, "worker": worker, "saved": None}
+    return type(CALLBACK_NAME, (_Told, base, exportable), members)()
+
+
+class _Told:
+    """Tells a ShmbusRolloutWorker of the trainer's steps and saves."""
+
+    worker: ShmbusRolloutWorker
+
+    def __init__(self) -> None:
+        self._micro_batches = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._micro_batches = 0
+        # A checkpoint saved without this callback lacks a place for its state.
+        filed = state.stateful_callbacks.setdefault(CALLBACK_NAME, self.state())
+        if isinstance(filed, list):
+            filed = filed[0]
+        if not state.is_world_process_zero:
+            return
+        found = TrainerArguments(
+            num_generations=getattr(args, "num_generations", None),
+            max_completion_length=getattr(args, "max_completion_length", None),
+            token_budget=getattr(args, "token_budget", None),
+            max_staleness=getattr(args, "max_staleness", None),
+            save_strategy=str(getattr(args.save_strategy, "value", args.save_strategy)),
+        )
+        self.worker._train_begins(found, filed["attributes"]["saved"])
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._micro_batches += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        finished, self._micro_batches = self._micro_batches + 1, 0
+        if state.is_world_process_zero:
+            self.worker._step_ends(finished)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.worker._saved()
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"saved": self.worker._save_state()}}

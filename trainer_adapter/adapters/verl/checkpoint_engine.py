@@ -191,7 +191,6 @@ class ShmbusCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc, v
         return self._subscriber
 
     def _of_update(self) -> Weights:
-        """Wait for the version of this update."""
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             reader = self._reader()

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import shmbus
 from trainer_adapter.adapters.optional_imports import BUS_VARIABLE, Stack
-from trainer_adapter.adapters.request_meta import columns_for
+from trainer_adapter.adapters.requested_groups import columns_for
 
 _VERL: Final = Stack("verl", {"verl": "0.9.1"}, "verl[verl-core]==0.9.1")
 needed = _VERL.needed

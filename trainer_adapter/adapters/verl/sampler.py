@@ -26,9 +26,8 @@ from typing import Any, Final, NamedTuple
 
 import shmbus
 from shmbus.base.arguments import check_choice
-from trainer_adapter.adapters.ended_groups import EndedGroups
 from trainer_adapter.adapters.prompt_response import experts_of, part_row
-from trainer_adapter.adapters.split_consumer import SplitConsumer
+from trainer_adapter.adapters.requested_groups import EndedGroups, SplitConsumer
 from trainer_adapter.adapters.verl.manager import LIMITS, OFFERED, PROMPTS, bus_of, needed
 
 
@@ -148,8 +147,6 @@ kv_batch_put, kv_put, kv_list = needed("transfer_queue", "kv_batch_put", "kv_put
 
 
 class _Prompt(NamedTuple):
-    """A group in verl's form."""
-
     uid: str
     tag: dict[str, Any]
     keys: list[str]
@@ -256,7 +253,6 @@ class _FromBus:
                 kv_put(key=uid, partition_id=partition, tag={"status": "failure"})
 
     def close(self) -> None:
-        """Leave the bus."""
         self._consumers.close()
 
 
