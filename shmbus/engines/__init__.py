@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shmbus.engines.engine_server import EngineServer
-from shmbus.engines.errors import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
 from shmbus.engines.fleet import EngineFleet
 from shmbus.engines.lora_fleet import LoraFleet
 from shmbus.engines.managed import ManagedServer
+from shmbus.engines.results import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
 from shmbus.engines.sglang import SglangServer
 from shmbus.engines.vllm import VllmServer
 

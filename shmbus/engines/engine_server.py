@@ -19,7 +19,7 @@ import msgspec
 
 from shmbus.base.arguments import check_seconds
 from shmbus.base.closing import ClosedByAsyncWith
-from shmbus.engines.errors import SHOWN_BODY, EngineError
+from shmbus.engines.results import SHOWN_BODY, EngineError
 from shmbus.segment.names import check_name
 
 #: Treatment of requests in flight: frozen and continued; awaited; aborted.

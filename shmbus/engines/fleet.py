@@ -45,8 +45,8 @@ from shmbus.engines.engine_server import (
     checked_timeout,
     require_awake,
 )
-from shmbus.engines.errors import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
 from shmbus.engines.pause_note import PauseNote, PauseNotice
+from shmbus.engines.results import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
 from shmbus.engines.rows import HEARD_S, STALE_S, RankRows, say_version
 from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
 from shmbus.errors import DamagedError

@@ -31,7 +31,7 @@ from shmbus.engines.engine_server import (
     checked_timeout,
     require_awake,
 )
-from shmbus.engines.errors import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
+from shmbus.engines.results import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
 from shmbus.engines.rows import say_version
 from shmbus.engines.tasks import OneAtATime, close_all
 from shmbus.segment.fleet_note import read_fleet_note

@@ -22,7 +22,7 @@ from typing import Final, NoReturn
 
 from shmbus.base.programs import program
 from shmbus.engines.engine_server import HttpServer, PauseMode, checked_timeout
-from shmbus.engines.errors import EngineError
+from shmbus.engines.results import EngineError
 
 #: Placeholder of the checkpoint's directory in a command line.
 CHECKPOINT: Final = "{checkpoint}"

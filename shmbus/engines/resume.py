@@ -18,9 +18,9 @@ import msgspec
 
 from shmbus import ShmbusError
 from shmbus.base.format import with_notes
-from shmbus.engines.errors import UpdateReport
 from shmbus.engines.fleet import EngineFleet
 from shmbus.engines.pause_note import PauseNotice, paused_by
+from shmbus.engines.results import UpdateReport
 from shmbus.engines.sglang import SglangServer
 from shmbus.engines.vllm import VllmServer
 

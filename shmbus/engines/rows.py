@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shmbus import Bus, BusNotFoundError
 from shmbus.engines.engine_server import Addressed
-from shmbus.engines.errors import EngineError, ServerReport
+from shmbus.engines.results import EngineError, ServerReport
 from shmbus.pool.pool_status import (
     ARRIVED_CODE,
     LOADING_CODE,

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from shmbus.engines.engine_server import AGAIN, DRAFTS, InferenceServer, PauseMode
-from shmbus.engines.errors import EngineError
+from shmbus.engines.results import EngineError
 from shmbus.engines.sglang_order import LOADER, Order, order_for_rank
 from shmbus.engines.state_kinds import sglang_refusal
 from shmbus.pool.server_rows import row_name

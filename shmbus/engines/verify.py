@@ -20,8 +20,8 @@ import msgspec
 
 from shmbus import BusNotFoundError, ShmbusError
 from shmbus.base.format import fold, printable, show_size
-from shmbus.engines.errors import EngineError
 from shmbus.engines.rank_check import Answer, Question, unmask
+from shmbus.engines.results import EngineError
 from shmbus.engines.resume import headers_for_servers
 from shmbus.engines.vllm import VllmServer
 from shmbus.errors import DamagedError, WaitTimeoutError

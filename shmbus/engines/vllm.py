@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmbus.engines.engine_server import AGAIN, DRAFTS, InferenceServer, PauseMode
-from shmbus.engines.errors import EngineError
+from shmbus.engines.results import EngineError
 from shmbus.engines.state_kinds import vllm_refusal
 from shmbus.engines.vllm_plugin import VERIFY
 from shmbus.pool.server_rows import row_name
