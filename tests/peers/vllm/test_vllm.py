@@ -53,6 +53,27 @@ async def test_updates_under_load_lose_no_request_and_give_a_fresh_servers_outpu
 
 
 @pytest.mark.timeout(900)
+async def test_two_api_processes_serve_one_version(
+    folders: dict[int, Path], bus: Bus, tmp_path: Path
+) -> None:
+    """A connection reaches one of the processes; each answer here has a connection of its own."""
+    expected = await fresh_outputs(folders, tmp_path, 1)
+    async with serving(folders[0], tmp_path / "server.log", 1, api_processes=2) as server:
+        model = tiny.build(0)
+        with WeightPublisher(bus.name, ModuleSource(model)) as publisher:
+            async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=60) as fleet:
+                for version in (1, 2):
+                    model.load_state_dict(tiny.build(version).state_dict())
+                    under_way = [server.complete("w3", 48, ignore_eos=True) for _ in range(8)]
+                    waiting = asyncio.gather(*under_way)
+                    report = await fleet.update(publisher, version)
+                    await waiting
+                    assert report.servers[0].version == version
+                    found = await asyncio.gather(*(server.greedy() for _ in range(8)))
+                    assert found == [expected[version]] * 8
+
+
+@pytest.mark.timeout(900)
 async def test_a_misfit_changes_nothing(folders: dict[int, Path], bus: Bus, tmp_path: Path) -> None:
     size = SIZES[-1]
     expected = (await fresh_outputs(folders, tmp_path, size, seeds=(1,)))[1]
