@@ -63,7 +63,7 @@ class Result(NamedTuple):
 
 
 def usage(*arguments: str) -> Result:
-    """Run a wrong command line in this process: wrong usage makes nothing."""
+    """Run a command line in this process: wrong usage, or a look, which leaves nothing behind."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import aiohttp
 import torch
@@ -125,6 +125,22 @@ class SmallEngine:
         with contextlib.suppress(EOFError):
             await asyncio.to_thread(ready.recv)  # ends with its starter
         os._exit(0)
+
+
+class Configured(NamedTuple):
+    """A kind of server with settings of its own, for a process of its own."""
+
+    kind: type[SmallEngine]
+    settings: dict[str, Any]
+
+    @property
+    def client(self) -> type[Any]:
+        return self.kind.client
+
+    def __call__(self, ranks: int) -> SmallEngine:
+        made = self.kind(ranks)
+        vars(made).update(self.settings)
+        return made
 
 
 def run(make: Callable[[int], SmallEngine], ranks: int, ready: Connection, port: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 from sglang_types import decode, named_tensors
-from small_engine import TOKEN_S, SmallEngine
+from small_engine import TOKEN_S, Configured, SmallEngine
 
 from shmbus.engines import SglangServer
 from shmbus.engines.sglang_loader import load
@@ -217,33 +217,6 @@ class SmallSglang(SmallEngine):
         ]
 
 
-class BackedUp(SmallSglang):
-    info: ClassVar[dict[str, Any]] = {"enable_weights_cpu_backup": True}
-
-
-class Replicated(SmallSglang):
-    info: ClassVar[dict[str, Any]] = {"dp_size": 2}
-
-
-class WithoutLoader(SmallSglang):
-    info: ClassVar[dict[str, Any]] = {"custom_weight_loader": []}
-
-
-class Quantised(SmallSglang):
-    info: ClassVar[dict[str, Any]] = {"quantization": "fp8"}
-
-
-class WithExpertBalance(SmallSglang):
-    info: ClassVar[dict[str, Any]] = {"enable_eplb": True}
-
-
-class WithFrozenGraphs(SmallSglang):
-    info: ClassVar[dict[str, Any]] = {"device": "cpu", "enable_torch_compile": True}
-
-
-class Drafting(SmallSglang):
-    info: ClassVar[dict[str, Any]] = {"speculative_algorithm": "EAGLE"}
-
-
-class Seeing(SmallSglang):
-    sees: ClassVar[bool] = True
+def sglang(**info: Any) -> Configured:
+    """Return a kind of server with further facts in its /server_info."""
+    return Configured(SmallSglang, {"info": info})

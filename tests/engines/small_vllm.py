@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 from fused_model import FusedModel, Shape
 from safetensors.torch import load_file
-from small_engine import TOKEN_S, SmallEngine
+from small_engine import TOKEN_S, Configured, SmallEngine
 
 from shmbus.engines.rank_check import answer
 from shmbus.engines.rank_loader import PlannedLoader
@@ -285,13 +285,9 @@ class ConfiguredVllm(SmallVllm):
         return [*super().routes(), web.get("/server_info", self.server_info)]
 
 
-class BalancingVllm(ConfiguredVllm):
-    told: ClassVar[dict[str, Any]] = {"parallel_config": {"enable_eplb": True}}
-
-
-class DraftingVllm(ConfiguredVllm):
-    drafts: ClassVar[bool] = True
-    told: ClassVar[dict[str, Any]] = {"speculative_config": {"method": "eagle3"}}
+def vllm(drafts: bool = False, **told: Any) -> Configured:
+    """Return a kind of server with further parts in its /server_info."""
+    return Configured(ConfiguredVllm, {"drafts": drafts, "told": told})
 
 
 class VerifiedVllm(SmallVllm):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_types import named_tensors
-from small_sglang import Model, Quantised, Replicated, SmallSglang, WithoutLoader
+from small_sglang import Model, SmallSglang, sglang
 from small_vllm import SmallVllm
 from trainers import TIMEOUT_S, Scene, Trainer, update
 
@@ -94,8 +94,8 @@ async def test_an_uncleared_cache_is_a_warning(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (Replicated, "dp_size is 2.*one server for each replica"),
-        (WithoutLoader, "start the server"),
+        (sglang(dp_size=2), "dp_size is 2.*one server for each replica"),
+        (sglang(custom_weight_loader=[]), "start the server"),
     ],
 )
 async def test_an_unfit_server_is_not_paused(make: Any, match: str, scene: Scene) -> None:
@@ -107,7 +107,7 @@ async def test_an_unfit_server_is_not_paused(make: Any, match: str, scene: Scene
 
 
 async def test_quantised_models_are_always_loaded(bus: Bus, trainer: Trainer, servers: Any) -> None:
-    running = servers(2, Quantised)
+    running = servers(2, sglang(quantization="fp8"))
     report = await update(bus.name, trainer, 4, running)
     assert report.servers[0].version == 4
     paths = [path for path, _ in await running.calls()]

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from small_sglang import Drafting, Seeing, SmallSglang, WithExpertBalance, WithFrozenGraphs
-from small_vllm import BalancingVllm, DraftingVllm, SmallVllm
+from small_engine import Configured
+from small_sglang import SmallSglang, sglang
+from small_vllm import SmallVllm, vllm
 from trainers import Scene, Trainer, fleet_of, update
 
 from shmbus import Bus
@@ -16,6 +17,12 @@ from shmbus.engines.state_kinds import vllm_refusal
 from shmbus.pool import PoolReader
 
 pytest_plugins = ["engine_fixtures"]
+
+#: Servers with state that an update leaves as it was.
+UNRENEWED = [
+    (sglang(enable_eplb=True), "enable_eplb"),
+    (sglang(device="cpu", enable_torch_compile=True), "enable_torch_compile"),
+]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +55,8 @@ async def test_a_reload_has_images_encoded_anew(bus: Bus, servers: Any, tmp_path
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        (Seeing, "has_image_understanding"), (WithExpertBalance, "enable_eplb"),
-        (WithFrozenGraphs, "enable_torch_compile"), (BalancingVllm, "enable_eplb"),
+        (Configured(SmallSglang, {"sees": True}), "has_image_understanding"), *UNRENEWED,
+        (vllm(parallel_config={"enable_eplb": True}), "enable_eplb"),
     ],
 )  # fmt: skip
 async def test_a_reload_that_keeps_state_is_refused(
@@ -76,10 +83,7 @@ async def test_kept_encoder_outputs_keep_weights(bus: Bus, trainer: Trainer, ser
     assert await running.tokens(1) == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [(WithExpertBalance, "enable_eplb"), (WithFrozenGraphs, "enable_torch_compile")],
-)
+@pytest.mark.parametrize(("kind", "named"), UNRENEWED)
 async def test_unrenewed_state_is_refused_first(kind: Any, named: str, scene: Scene) -> None:
     running = scene.servers(1, kind)
     with pytest.raises(EngineError, match=named) as caught:
@@ -128,7 +132,10 @@ def test_lasting_vllm_state_is_named(given: dict[str, Any], on_cpu: bool, named:
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [(DraftingVllm, "speculative_config"), (Drafting, "speculative_algorithm")],
+    [
+        (vllm(drafts=True, speculative_config={"method": "eagle3"}), "speculative_config"),
+        (sglang(speculative_algorithm="EAGLE"), "speculative_algorithm"),
+    ],
 )
 async def test_each_report_warns_of_a_draft_model(
     kind: Any, named: str, scene: Scene, tmp_path: Path

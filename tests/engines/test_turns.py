@@ -13,13 +13,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import doc_pages
 import pytest
 from small_engine import Running, SmallEngine
-from small_sglang import BackedUp, SmallSglang
-from small_vllm import ConfiguredVllm, SmallVllm
+from small_sglang import SmallSglang, sglang
+from small_vllm import SmallVllm, vllm
 from test_trainer_deaths import start_trainer
 from trainers import SHORT_S, Scene, Trainer, fleet_of
 
@@ -43,7 +43,9 @@ from shmbus.weights.adapters import LoraVersion
 
 pytest_plugins = ["engine_fixtures"]
 
-ENGINES: dict[str, type[SmallEngine]] = {"vllm": SmallVllm, "sglang": BackedUp}
+ENGINES: dict[str, Callable[[int], SmallEngine]] = {
+    "vllm": SmallVllm, "sglang": sglang(enable_weights_cpu_backup=True),
+}  # fmt: skip
 LEVELS = [(kind, level) for kind in ENGINES for level in (1, 2)]
 MOVES = ("sleep", "wake", "/release_memory_occupation", "/resume_memory_occupation")
 #: Requests of a turn, in order.
@@ -209,24 +211,12 @@ async def test_sleeping_twice_is_once(kind: str, scene: Scene) -> None:
     assert await running.tokens(1) == [1.0]
 
 
-class SleepOff(ConfiguredVllm):
-    told: ClassVar[dict[str, Any]] = {"model_config": {"enable_sleep_mode": False}}
-
-
-class Adapting(ConfiguredVllm):
-    told: ClassVar[dict[str, Any]] = {"lora_config": {"max_loras": 2}}
-
-
-class DraftingVllm(ConfiguredVllm):
-    told: ClassVar[dict[str, Any]] = {"speculative_config": {"method": "eagle"}}
-
-
-class SaverOff(SmallSglang):
-    info: ClassVar[dict[str, Any]] = {"enable_memory_saver": False}
+SLEEP_OFF = vllm(model_config={"enable_sleep_mode": False})
 
 
 @pytest.mark.parametrize(("make", "level"), [
-    (SleepOff, 1), (SleepOff, 2), (Adapting, 2), (DraftingVllm, 2), (SaverOff, 2),
+    (SLEEP_OFF, 1), (SLEEP_OFF, 2), (vllm(lora_config={"max_loras": 2}), 2),
+    (vllm(speculative_config={"method": "eagle"}), 2), (sglang(enable_memory_saver=False), 2),
     (SmallSglang, 1),
 ])  # fmt: skip
 async def test_a_server_that_would_lose_state_is_refused(

@@ -1,7 +1,6 @@
 """Serving ranks are compared with the version that their rows name, and only compared."""
 
 import asyncio
-import json
 import math
 import os
 from collections.abc import Awaitable, Callable
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fused_model import FusedModel, Shape
-from operators import cli
+from operators import cli, usage
 from small_sglang import SmallSglang
 from small_vllm import SmallVllm, VerifiedVllm
 from test_planned_loading import Packed, published
@@ -143,9 +142,9 @@ def test_the_command_exits_with_1_where_a_bit_differs(run: Any) -> None:
     equal = cli(*line, "--server", own.running.url)
     assert (equal.status, equal.err) == (0, ""), equal.err
     asyncio.run(own.flip(1, QKV, 131, 5))
-    differs = cli(*line)
+    differs = usage(*line)
     assert differs.status == 1 and K_PROJ in differs.out and "rank 1" in differs.out
-    (told,) = json.loads(cli(*line, "--json").out)
+    (told,) = usage(*line, "--json").json()
     assert [each["state"] for each in told["ranks"]] == ["equal", "differs"]
     assert told["version"] == 1 and told["life"] and told["share"] <= 0.5
 
@@ -264,7 +263,7 @@ async def test_a_server_that_never_took_a_version_is_asked_nothing(
     "words", [("--verify",), ("--server", "http://127.0.0.1:9"), ("--verify", "--server", "none")]
 )
 def test_no_servers_and_wrong_addresses_are_errors(words: tuple[str, ...], bus_name: str) -> None:
-    ended = cli("weights", bus_name, *words)
+    ended = usage("weights", bus_name, *words)
     assert ended.status == 1 and "Traceback" not in ended.err
 
 

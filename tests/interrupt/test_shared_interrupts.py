@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from injection import Injected, Injection
 from shmbus import DamagedError
 from shmbus.weights import SharedModel, attach_model, share_model
 from shmbus.weights.single_copy import path_of
+
+#: Of a share's many steps the short form interrupts every so manieth, from a seed's on.
+STEP = 1 if "SHMBUS_TEST_LONG" in os.environ else 3
 
 
 def model_of(value: float) -> torch.nn.Linear:
@@ -29,9 +33,11 @@ def values(model: torch.nn.Module) -> set[float]:
     return {value for each in model.parameters() for value in each.detach().flatten().tolist()}
 
 
-def interrupted(operate: Callable[[], object], check: Callable[[str], None]) -> int:
-    """Interrupt each step of an operation, and check after each; return the count."""
-    for at in range(1, 10_000):
+def interrupted(
+    operate: Callable[[], object], check: Callable[[str], None], first: int = 1, step: int = 1
+) -> int:
+    """Interrupt each step of an operation, or some, and check after each; return their number."""
+    for at in range(first, 10_000, step):
         injection = Injection(at, __file__)
         with contextlib.suppress(Injected), injection:
             operate()
@@ -93,7 +99,9 @@ def test_an_interrupted_attach_leaves_the_model_as_it_was_or_attached(bus_name: 
         assert interrupted(operate, check) > 100
 
 
-def test_an_interrupted_share_leaves_no_file_and_the_models_values(bus_name: str) -> None:
+def test_an_interrupted_share_leaves_no_file_and_the_models_values(
+    bus_name: str, seed: int
+) -> None:
     path = Path(path_of(bus_name))
     model = model_of(1)
     made: list[SharedModel | None] = [None]
@@ -113,4 +121,4 @@ def test_an_interrupted_share_leaves_no_file_and_the_models_values(bus_name: str
             path.unlink()
         assert not [*path.parent.glob(f"{path.name}*")], where
 
-    assert interrupted(operate, check) > 100
+    assert interrupted(operate, check, 1 + seed % STEP, STEP) > 100

@@ -1,16 +1,15 @@
 """Mirrors of a pool under SIGKILL and SIGSTOP: no reader of any node sees half a version."""
 
 import os
-import random
 import signal
 import threading
 import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-from fork_server import TEMPLATE
 from relay.connections import open_mailbox
 from relay.mirrors import Trainer, is_version, remove, version_of
+from relay.relay_storm import Processes
 
 from shmbus.errors import BusNotFoundError, BusRemovedError, LayoutMismatchError, WaitTimeoutError
 from shmbus.pool import PoolReader
@@ -55,22 +54,13 @@ def work(plan: Plan, address: str) -> None:
     run_party(make, mailbox, lambda: True)
 
 
-class Storm:
+class Storm(Processes):
     """A run: parties in separate processes, trainer and engines in threads of this process."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.rng = random.Random(plan.seed)
-        self.children: dict[str, Any] = {}
-        self.faults: list[str] = []
+        super().__init__(plan, work)
         self.done: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
-        self.over = threading.Event()
-
-    def start(self, address: str) -> None:
-        child = TEMPLATE.Process(target=work, args=(self.plan, address), daemon=True)
-        child.start()
-        self.children[address] = child
 
     def harm(self) -> None:
         address = self.rng.choice([SOURCE, *self.plan.buses])
@@ -84,8 +74,7 @@ class Storm:
         elif what == "remove" and address != SOURCE:
             remove(address)
         else:
-            os.kill(child.pid, signal.SIGKILL)
-            child.join()
+            self.kill(address)
             if what == "away":
                 time.sleep(self.rng.uniform(0.0, self.plan.stop_s))
             self.start(address)
@@ -129,13 +118,7 @@ class Storm:
             harmed.join()
             self.wait_for_all(plan.versions)
         finally:
-            self.over.set()
-            for thread in [*engines, harmed]:
-                if thread.ident is not None:
-                    thread.join()
-            for child in self.children.values():
-                child.kill()
-                child.join()
+            self.end([*engines, harmed])
             for bus in plan.buses:
                 remove(bus)
             trainer.close()

@@ -33,10 +33,8 @@ def work(plan: Plan, address: str) -> None:
 class PromptStorm(Storm):
     """The storm of relays, with samples requested by the trainer's bus."""
 
-    work = staticmethod(work)
-
     def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
+        super().__init__(plan, work)
         workers = [f"{bus}/{i}" for bus in plan.sources for i in range(WORKERS)]
         self.processes = [*plan.parties, *workers]
         self.makers = [threading.Thread(target=self.offer)]

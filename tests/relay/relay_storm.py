@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,26 +85,15 @@ def split_of(group: int) -> str:
     return "eval" if group % 10 == 3 else "train"
 
 
-class Storm:
-    """A run: parties in separate processes, producers and trainers in threads of this process."""
+class Processes:
+    """The parties of a storm in separate processes, with the faults found so far."""
 
-    #: The program of a process.
-    work = staticmethod(work)
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Any, work: Callable[[Any, str], None]) -> None:
+        self.plan, self.work = plan, work
         self.rng = random.Random(plan.seed)
         self.children: dict[str, Any] = {}
-        self.processes = plan.parties
-        self.makers = [threading.Thread(target=self.produce, args=(i,)) for i in range(2)]
-        self.seen: Counter[tuple[int, int]] = Counter()
         self.faults: list[str] = []
-        self.killed: Counter[str] = Counter()
         self.over = threading.Event()
-        self.produced = 0
-        self.moved_at_s = time.monotonic()
-        self.longest_silence_s = 0.0
-        self.lock = threading.Lock()
 
     def start(self, address: str) -> None:
         child = TEMPLATE.Process(target=self.work, args=(self.plan, address), daemon=True)
@@ -114,8 +104,30 @@ class Storm:
         child = self.children[address]
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        self.killed[address] += 1
-        self.start(address)
+
+    def end(self, threads: list[threading.Thread]) -> None:
+        self.over.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+        for child in self.children.values():
+            child.kill()
+            child.join()
+
+
+class Storm(Processes):
+    """A run: parties in separate processes, producers and trainers in threads of this process."""
+
+    def __init__(self, plan: Plan, work: Callable[[Any, str], None] = work) -> None:
+        super().__init__(plan, work)
+        self.processes = plan.parties
+        self.makers = [threading.Thread(target=self.produce, args=(i,)) for i in range(2)]
+        self.seen: Counter[tuple[int, int]] = Counter()
+        self.killed: Counter[str] = Counter()
+        self.produced = 0
+        self.moved_at_s = time.monotonic()
+        self.longest_silence_s = 0.0
+        self.lock = threading.Lock()
 
     def produce(self, source: int) -> None:
         """Put every second sample of each group."""
@@ -177,17 +189,14 @@ class Storm:
                 thread.start()
             for _ in range(plan.kills):
                 time.sleep(self.rng.uniform(0.0, 2 * plan.pause_s))
-                self.kill(self.rng.choice(self.processes))
+                address = self.rng.choice(self.processes)
+                self.kill(address)
+                self.killed[address] += 1
+                self.start(address)
             self.wait(self.makers)
             self.audit(buses)
         finally:
-            self.over.set()
-            for thread in trainers:
-                if thread.ident is not None:
-                    thread.join()
-            for child in self.children.values():
-                child.kill()
-                child.join()
+            self.end(trainers)
             for bus in buses:
                 bus.unlink()  # ends a maker in its wait for space
         return {

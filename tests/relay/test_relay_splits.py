@@ -12,6 +12,7 @@ from relay.local import COORDINATOR, have_splits, put_group, relay, relayed, sta
 import shmbus
 from shmbus import Request
 from shmbus.inspect.status import read_status
+from shmbus.relay import coordinator_party, prompt_lanes, sink_party
 from shmbus.relay.command import show_relay
 from shmbus.relay.record_reader import RecordReader
 from shmbus.relay.source_party import SourceParty
@@ -140,6 +141,15 @@ def test_groups_made_on_two_nodes_come_whole_and_ledgers_balance(
         assert stats(a).undelivered == stats(b).undelivered == stats(t).undelivered == 0
 
 
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every question asked again ten times a second."""
+    for module in (coordinator_party, sink_party):
+        monkeypatch.setattr(module, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(prompt_lanes, "_AGAIN_S", 0.1)
+
+
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("split", ["train", "eval"])
 @pytest.mark.parametrize("who", ["a", "t", COORDINATOR])
 def test_a_restarted_party_keeps_groups_exact_and_asks_nothing_twice(
@@ -157,12 +167,12 @@ def test_a_restarted_party_keeps_groups_exact_and_asks_nothing_twice(
         consumer.request("e", group_size=2, split=split, round=1, prompt=PROMPT)
         requests = [next_request(one) for _ in range(2)]
         made.restart(address)
-        assert other.requests.next(timeout=3.0) is None
+        assert other.requests.next(timeout=0.5) is None
         for request in requests:
             assert request.split == split and one.requests.answer(request, tokens=PROMPT)
         (second,) = take(consumer, 1)
         made.restart(address)
-        assert other.requests.next(timeout=0.5) is None
+        assert other.requests.next(timeout=0.2) is None
         group.ack()
         second.ack()
         wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
@@ -233,6 +243,7 @@ def test_what_waits_for_its_split_goes_with_its_bus(buses: dict[str, str]) -> No
         assert "q1 of warmup" in show_relay("x", note)
 
 
+@pytest.mark.usefixtures("hurried")
 def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(bus_name: str) -> None:
     names = [f"{bus_name}.{each}" for each in ("a", "t1", "t2")]
     for name in names:
@@ -252,7 +263,7 @@ def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(bus_name: 
             request = next_request(far)
             assert (request.instance_id, request.split) == ("e", "eval")
             assert far.requests.answer(request, tokens=PROMPT)
-            assert far.requests.next(timeout=3.0) is None
+            assert far.requests.next(timeout=0.5) is None
             assert near.requests.next(timeout=0).instance_id == "mine"
             for number in range(20):
                 put_group([a], number, split="eval")
