@@ -1,7 +1,5 @@
 """Wrong messages of a relay's peers: refused by names, counted, and nothing stands still."""
 
-from collections.abc import Iterator
-
 import pytest
 from conftest import wait_until
 from relay.heads import RecordHead, head_of, pack_heads
@@ -13,18 +11,10 @@ from shmbus.relay.coordinator import Coordinator
 from shmbus.relay.coordinator_party import Clocks
 from shmbus.relay.messages import OriginHead
 
+pytest_plugins = ["relay.relay_fixtures"]
+
 SECOND = 1_000_000_000
 HOUR = 3600 * SECOND
-
-
-@pytest.fixture
-def buses(bus_name: str) -> Iterator[dict[str, str]]:
-    names = {"a": f"{bus_name}.a", "t": f"{bus_name}.t"}
-    for name in names.values():
-        shmbus.Bus.create(name, "4MiB").close()
-    yield names
-    for name in names.values():
-        shmbus.unlink(name)
 
 
 def test_an_offset_of_clocks_is_that_of_the_quickest_word() -> None:

@@ -1,6 +1,5 @@
 """A small journal, a gone bus, and overlong words leave a relay unharmed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,16 +17,6 @@ from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 pytest_plugins = ["relay.relay_fixtures"]
-
-
-@pytest.fixture
-def small(bus_name: str) -> Iterator[dict[str, str]]:
-    names = {"a": f"{bus_name}.a", "t": f"{bus_name}.t"}
-    for name, capacity in zip(names.values(), ("4MiB", "1MiB"), strict=True):
-        shmbus.Bus.create(name, capacity).close()
-    yield names
-    for name in names.values():
-        shmbus.unlink(name)
 
 
 def test_more_small_records_than_the_journal_has_entries_cross(small: dict[str, str]) -> None:
