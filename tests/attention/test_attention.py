@@ -240,25 +240,6 @@ def test_an_empty_batch_and_one_without_keys_have_zero_gradients(seed: int) -> N
         assert all((g == 0).all() for g in found)
 
 
-def test_permuting_the_sequences_permutes_the_output(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    lengths = [(int(n), int(n)) for n in rng.integers(0, 40, 12)]
-    case = make_case(lengths, (2, 2), seed, torch.float32)
-    order = rng.permutation(len(lengths)).tolist()
-
-    def permuted(x: Tensor, n: list[int]) -> Tensor:
-        parts = x.detach().split(n)
-        return torch.cat([parts[i] for i in order])
-
-    other = Case(
-        *(permuted(x, n) for x, n in zip(case[:3], (case.n_q, case.n_k, case.n_k), strict=True)),
-        [case.n_q[i] for i in order],
-        [case.n_k[i] for i in order],
-    )
-    expected = permuted(packed(case, (-1, 0)), case.n_q)
-    torch.testing.assert_close(packed(other, (-1, 0)), expected)
-
-
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 1)], ids=str)
 def test_nothing_leaks_from_one_sequence_into_another(window: tuple[int, int], seed: int) -> None:
     lengths = [(6, 6), (7, 7), (5, 5), (150, 150)]
@@ -320,27 +301,6 @@ def test_the_log_sum_exp_is_float32_whatever_the_operands(dtype: torch.dtype, se
     assert (lse.dtype, lse.shape) == (torch.float32, (2, 23))
     exact = lse_by_hand(in_float64(case), (-1, 0))
     torch.testing.assert_close(lse.double(), exact, rtol=1e-5, atol=1e-5)
-
-
-def test_two_halves_of_the_keys_combine_by_their_log_sum_exps(seed: int) -> None:
-    # As in context parallelism: right only with a gradient of the log-sum-exp.
-    case = make_case([(6, 8), (3, 8)], (2, 2), seed)
-    whole = packed(case, (-1, -1))
-    half = torch.tensor([True] * 4 + [False] * 4).repeat(2)
-    parts = [
-        packed(Case(case.q, case.k[m], case.v[m], case.n_q, [4, 4]), (-1, -1), return_lse=True)
-        for m in (half, ~half)
-    ]
-    weights = torch.stack([lse for _, lse in parts]).softmax(dim=0).transpose(1, 2)
-    combined = sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
-    assert_close(combined, whole)
-    upstream = torch.randn_like(whole)
-    for gradient, right in zip(
-        torch.autograd.grad(combined, case[:3], upstream),
-        torch.autograd.grad(whole, case[:3], upstream),
-        strict=True,
-    ):
-        assert_close(gradient, right)
 
 
 def test_calls_and_masks_never_span_the_row(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

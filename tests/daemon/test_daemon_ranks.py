@@ -2,10 +2,8 @@
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from shmbus import (
 )
 from shmbus.control.ask import ask_status
 from shmbus.control.messages import StatusReply
+from shmbus.handles import source
 from shmbus.inspect.status import read_status
 
 Served = Callable[..., Daemon]
@@ -41,24 +40,6 @@ def ids(groups: list[Group]) -> list[str]:
     return [group.instance_id for group in groups]
 
 
-def weight(groups: list[Group]) -> int:
-    return sum(t["tokens"].size for group in groups for t in group)
-
-
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    results: list[Any] = [None] * len(calls)
-
-    def run(at: int) -> None:
-        results[at] = calls[at]()
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_shards_are_the_same_whoever_asks_first(daemon: Served, bus_name: str, first: int) -> None:
     daemon("--capacity", "8MiB")
@@ -74,33 +55,6 @@ def test_shards_are_the_same_whoever_asks_first(daemon: Served, bus_name: str, f
         for rank in (0, 1):
             (zero, one)[rank].ack(got[rank])
         assert wait_until(lambda: zero.stats().acknowledged == 16)
-
-
-def test_a_step_fits_the_tokens_of_each_rank_and_is_balanced(daemon: Served, bus_name: str) -> None:
-    daemon("--capacity", "8MiB")
-    put(bus_name, range(40), tokens=lambda g: 1 + g * 13 % 50)
-    consumers = [Consumer(bus_name, rank=r, world_size=3) for r in range(3)]
-    steps = at_once(
-        *(lambda c=c: c.take_shard(tokens=300, max_wait=0.1, timeout=10) for c in consumers)
-    )
-    loads = [weight(groups) for groups in steps]
-    assert all(0 < load <= 300 for load in loads)
-    heaviest = max(weight([g]) for groups in steps for g in groups)
-    assert max(loads) - min(loads) <= heaviest
-    taken = [i for groups in steps for i in ids(groups)]
-    assert len(set(taken)) == len(taken)
-    for consumer in consumers:
-        consumer.close()
-
-
-def test_no_step_is_formed_before_each_rank_gets_a_group(daemon: Served, bus_name: str) -> None:
-    daemon("--capacity", "8MiB")
-    put(bus_name, range(1), tokens=lambda g: 10)
-    with two_ranks(bus_name) as (zero, one):
-        assert zero.take_shard(groups=1, max_wait=0.0, timeout=0.2) == []
-        put(bus_name, range(1, 2), tokens=lambda g: 10)
-        assert ids(zero.take_shard(groups=1, max_wait=0.0, timeout=10)) == ["g0"]
-        assert ids(one.take_shard(groups=1, max_wait=0.0, timeout=10)) == ["g1"]
 
 
 RANK = """
@@ -381,7 +335,8 @@ def test_another_world_size_takes_over_when_the_ranks_are_gone(
         assert sorted(ids(found)) == [f"g{i}" for i in range(8)]
 
 
-def test_ranks_need_a_daemon(bus_name: str) -> None:
+def test_ranks_need_a_daemon(bus_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "DAEMON_WAIT_S", 0.1)
     with (
         Bus.create(bus_name, "1MiB"),
         pytest.raises(DaemonUnavailableError, match=r"shmbus serve.*rank=1, world_size=2"),
@@ -393,33 +348,3 @@ def test_ranks_need_a_daemon(bus_name: str) -> None:
 def test_a_rank_out_of_range_is_a_value_error(bus_name: str, rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"rank|world_size"):
         Consumer(bus_name, rank=rank, world_size=world_size)
-
-
-def test_handlers_of_all_ranks_train_each_group_once(daemon: Served, bus_name: str) -> None:
-    pytest.importorskip("torch")
-    from trainer_adapter import OnlineDataHandler
-
-    daemon("--capacity", "8MiB")
-    put(bus_name, range(24))
-    handlers = [
-        OnlineDataHandler(bus_name, groups_per_batch=4, rank=rank, world_size=2)
-        for rank in range(2)
-    ]
-    trained: list[str] = []
-    for step in range(3):
-        batches = [handler.next_batch(10) for handler in handlers]
-        if step == 1:
-            handlers[0].give_back(batches[0])
-            again = handlers[0].next_batch(10)
-            assert again.instance_ids == batches[0].instance_ids
-            batches[0] = again
-        for handler, batch in zip(handlers, batches, strict=True):
-            assert len(batch.groups) == 4
-            trained += batch.instance_ids
-            handler.ack(batch)
-    assert sorted(trained) == sorted([f"g{n}" for n in range(24)] * 2)
-    with pytest.raises(TimeoutError, match="no step within"):
-        handlers[0].next_batch(0.1)
-    assert wait_until(lambda: handlers[1].stats().acknowledged == 48)
-    for handler in handlers:
-        handler.close()

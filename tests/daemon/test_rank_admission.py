@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, client_of, two_ranks, wait_until
+from conftest import Daemon, client_of, two_ranks, wait_until
 
 from shmbus import BusBusyError, Consumer, Producer
 
@@ -90,37 +90,3 @@ def test_take_of_a_rank_is_its_shard_of_a_step_of_at_most_so_many_groups(
         assert [len(zero.take(2, timeout=10)), len(one.take(2, timeout=10))] == [2, 2]
         # Three remain: one a rank, since a step gives every rank the same number.
         assert [len(zero.take(2, timeout=10)), len(one.take(2, timeout=10))] == [1, 1]
-
-
-RANK = """
-import sys
-from shmbus import Consumer
-consumer = Consumer(sys.argv[1], rank=0, world_size=2, label="first")
-print("here", flush=True)
-import time; time.sleep(600)
-"""
-
-
-def test_a_wrong_world_size_and_a_rank_twice_are_told_who_is_there_and_what_to_do(
-    daemon: Served, bus_name: str, spawn: Spawner
-) -> None:
-    daemon("--capacity", "8MiB")
-    child = spawn.script(RANK, bus_name)
-    child.expect("here")
-    with pytest.raises(ValueError) as wrong:
-        Consumer(bus_name, rank=0, world_size=3)
-    assert f"world_size 3, but ranks of a world of 2 are attached (rank 0 is pid {child.pid} " in (
-        str(wrong.value)
-    )
-    assert "stop those first, or pass world_size=2" in str(wrong.value)
-    with pytest.raises(BusBusyError) as twice:
-        Consumer(bus_name, rank=0, world_size=2)
-    assert f"rank 0 of 2 is attached already: rank 0 is pid {child.pid} (first)" in str(twice.value)
-    assert "or end that one: its successor gets what it had not acknowledged" in str(twice.value)
-    with Consumer(bus_name, rank=1, world_size=2):
-        with pytest.raises(
-            BusBusyError, match=rf"rank 1 is pid {os.getpid()} \(.*\), this process"
-        ):
-            Consumer(bus_name, rank=1, world_size=2)
-        with pytest.raises(ValueError, match="expected 0 to 1, got 2"):
-            Consumer(bus_name, rank=2, world_size=2)

@@ -78,35 +78,6 @@ def test_a_shard_that_was_formed_stays_what_it_is_for_the_rank_that_comes_late(
         assert {g.instance_id for g in first + second} == {"g0", "g1", "g2", "g3"}
 
 
-def test_groups_without_variance_are_dropped_before_a_step_is_formed(
-    daemon: Served, bus_name: str
-) -> None:
-    daemon("--capacity", "8MiB", "--skip-zero-variance")
-    with Producer(bus_name) as producer, two_ranks(bus_name) as (zero, one):
-        for index in range(2):
-            producer.put("flat", group_size=2, index=index, score=1, tokens=np.zeros(3, np.int32))
-        put(producer, range(2))
-        taken = [c.take_shard(groups=1, timeout=10)[0].instance_id for c in (zero, one)]
-        assert sorted(taken) == ["g0", "g1"]
-        assert zero.stats().dropped == {"zero_variance": 2}
-
-
-@pytest.mark.parametrize("policy", ["drop", "partial"])
-def test_groups_whose_time_is_over_end_for_ranks_as_without(
-    daemon: Served, bus_name: str, policy: str
-) -> None:
-    daemon("--capacity", "8MiB", "--group-timeout", 0.2, "--on-timeout", policy)
-    with Producer(bus_name) as producer, two_ranks(bus_name) as (zero, one):
-        put(producer, range(2), size=3)
-        if policy == "partial":
-            taken = [c.take_shard(groups=1, timeout=20)[0] for c in (zero, one)]
-            assert sorted(g.instance_id for g in taken) == ["g0", "g1"]
-            assert [len(g) for g in taken] == [2, 2]
-        else:
-            assert zero.take_shard(groups=1, timeout=0.5) == []
-            wait_until(lambda: one.stats().dropped == {"timeout": 4}, what="both to be dropped")
-
-
 def test_what_no_rank_holds_is_ready_and_not_leased(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "8MiB")
     with Producer(bus_name) as producer, two_ranks(bus_name) as (zero, one):

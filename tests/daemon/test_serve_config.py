@@ -13,7 +13,6 @@ from conftest import Daemon, Spawner, wait_until
 from operators import cli
 
 from shmbus import Bus
-from shmbus.cli import main
 from shmbus.daemon.config import ConfigError, Settings, load
 from shmbus.daemon.server import notify
 
@@ -94,14 +93,6 @@ def test_other_variables_with_the_prefix_are_nobodys_error() -> None:
     settings = {f"SHMBUS_{name.upper()}" for name in Settings.__struct_fields__}
     assert "SHMBUS_TEST_SEED" in ours
     assert load({}, {**services, **dict.fromkeys(ours - settings, "x")}) == Settings()
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", "--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert "shmbus serve run1" in text and "--drain-timeout" in text
 
 
 def test_the_log_is_json_where_it_is_asked_for(spawn: Spawner, bus_name: str) -> None:

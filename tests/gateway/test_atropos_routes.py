@@ -118,26 +118,6 @@ def test_what_is_absent_is_none_and_what_is_uneven_comes_back(gateway: Gateway) 
     assert found["images"] is found["distill_logprobs"] is found["env_id"] is None
 
 
-def test_random_groups_travel_at_equal_value(gateway: Gateway, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    sent = []
-    gateway.register(batch_size=3)
-    for _ in range(20):
-        lengths = random.integers(0, 50, 3)
-        group = {
-            "tokens": [random.integers(-(2**63), 2**63, n).tolist() for n in lengths],
-            "masks": [random.integers(-100, 2**40, n).tolist() for n in lengths],
-            "scores": random.standard_cauchy(3).tolist(),
-            "inference_logprobs": [(-random.exponential(size=n)).tolist() for n in lengths],
-        }
-        sent.append(group)
-        body = gzip.compress(json.dumps(group).encode())
-        assert gateway.post("/scored_data", body, Content_Encoding="gzip").status == 200
-    for group in sent:
-        [found] = gateway.batch()
-        assert {key: found[key] for key in group} == group
-
-
 def test_groups_of_differing_sizes_fill_batches(gateway: Gateway) -> None:
     gateway.register(batch_size=8)
     four, two = gateway.register_env(group_size=4), gateway.register_env(group_size=2)

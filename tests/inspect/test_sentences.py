@@ -128,10 +128,13 @@ class Scene:
         self.served = served
         self.retries = ""
         self._serve = daemon
+        self._begun = False
         self.daemon: Daemon | None = None
         self.stopped: list[Child] = []
 
     def begin(self, retries: int | None = None) -> None:
+        """Create the bus; without this call the first trainer or worker creates it."""
+        self._begun = True
         if self.served:
             options = [] if retries is None else ["--sample-retries", retries]
             self.daemon = self._serve("--capacity", "1MiB", *options)
@@ -141,23 +144,30 @@ class Scene:
 
     def trainer(self, offered: int = GROUPS, taken: int = 0, then: str = "train") -> Child:
         """Start a trainer; return after its offer."""
-        child = self._spawn.script(TRAINER, self.name, offered, taken, then, self.retries)
-        child.expect("offered")
-        return child
+        return self._start("offered", TRAINER, offered, taken, then, self.retries)
 
-    def measuring_trainer(self) -> Child:
-        child = self._spawn.script(MEASURING_TRAINER, self.name)
-        child.expect("offered")
-        return child
+    def waiting(self, offered: int = GROUPS) -> None:
+        """Start a trainer that waits for groups."""
+        self._start("ready", TRAINER, offered, 0, "wait", self.retries)
+
+    def training(self, then: str = "train", script: str = TRAINER) -> Child:
+        """Start a trainer that holds one group of four, and the worker that made the group."""
+        trainer = self._start("offered", script, GROUPS, 1, then, self.retries)
+        self.worker(answers=3)
+        trainer.expect("ready")
+        return trainer
 
     def rank(self, rank: int, of: int) -> Child:
-        child = self._spawn.script(TRAINER, self.name, 0, 0, "wait", "", rank, of)
-        child.expect("ready")
-        return child
+        return self._start("ready", TRAINER, 0, 0, "wait", "", rank, of)
 
     def worker(self, then: str = "hold", answers: int = 0, line: str = "ready") -> Child:
         """Start a worker; return after its work."""
-        child = self._spawn.script(WORKER, self.name, answers, then)
+        return self._start(line, WORKER, answers, then)
+
+    def _start(self, line: str, script: str, *arguments: object) -> Child:
+        if not self._begun:
+            self.begin()
+        child = self._spawn.script(script, self.name, *arguments)
         child.expect(line)
         return child
 
@@ -171,25 +181,15 @@ class Scene:
 
 
 def healthy(scene: Scene) -> None:
-    scene.begin()
-    trainer = scene.trainer(taken=1)
-    scene.worker(answers=3)
-    trainer.expect("ready")
+    scene.training()
 
 
 def rounding_clips(scene: Scene) -> None:
-    scene.begin()
-    trainer = scene.measuring_trainer()
-    scene.worker(answers=3)
-    trainer.expect("ready")
+    scene.training(script=MEASURING_TRAINER)
 
 
 def measuring_trainer_dead(scene: Scene) -> None:
-    scene.begin()
-    trainer = scene.measuring_trainer()
-    scene.worker(answers=3)
-    trainer.expect("ready")
-    trainer.kill()
+    scene.training(script=MEASURING_TRAINER).kill()
     scene.trainer(offered=0, taken=1).expect("ready")
 
 
@@ -214,29 +214,18 @@ def paused_while_full(scene: Scene) -> None:
 
 
 def trainer_stopped(scene: Scene) -> None:
-    scene.begin()
-    trainer = scene.trainer(taken=1)
-    scene.worker(answers=3)
-    trainer.expect("ready")
-    scene.stop(trainer)
+    scene.stop(scene.training())
     scene.until(lambda status: "stopped" in sentence_of(status))
 
 
 def trainer_dead(scene: Scene) -> None:
-    scene.begin()
-    trainer = scene.trainer(taken=1)
-    scene.worker(answers=3)
-    trainer.expect("ready")
-    trainer.kill()
+    scene.training().kill()
     if scene.served:
         scene.until(lambda status: status.daemon and not status.daemon.leases)
 
 
 def trainer_left(scene: Scene) -> None:
-    scene.begin()
-    trainer = scene.trainer(taken=1, then="end")
-    scene.worker(answers=3)
-    trainer.expect("ready")
+    scene.training("end")
     if scene.served:
         scene.until(lambda status: status.daemon and not status.daemon.leases)
     else:
@@ -244,7 +233,6 @@ def trainer_left(scene: Scene) -> None:
 
 
 def workers_dead(scene: Scene) -> None:
-    scene.begin()
     scene.trainer(then="wait")
     worker = scene.worker(answers=1)
     worker.kill()
@@ -252,7 +240,6 @@ def workers_dead(scene: Scene) -> None:
 
 
 def workers_dead_while_it_trains(scene: Scene) -> None:
-    scene.begin()
     trainer = scene.trainer(taken=1)
     worker = scene.worker(answers=2)
     trainer.expect("ready")
@@ -260,19 +247,16 @@ def workers_dead_while_it_trains(scene: Scene) -> None:
 
 
 def no_worker_ever(scene: Scene) -> None:
-    scene.begin()
-    scene.trainer(then="wait").expect("ready")
+    scene.waiting()
 
 
 def worker_stopped(scene: Scene) -> None:
-    scene.begin()
-    scene.trainer(then="wait").expect("ready")
+    scene.waiting()
     scene.stop(scene.worker(answers=1))
     scene.until(lambda status: any(p.stopped for p in status.producers))
 
 
 def nothing_open(scene: Scene) -> None:
-    scene.begin()
     trainer = scene.trainer(offered=2, taken=2, then="wait")
     scene.worker("idle", answers=4)
     trainer.expect("ready")
@@ -296,27 +280,24 @@ def all_failing(scene: Scene) -> None:
 
 
 def untaken(scene: Scene) -> None:
-    scene.begin()
-    scene.trainer(then="wait").expect("ready")
+    scene.waiting()
     scene.worker("idle")
 
 
 def engine_away(scene: Scene) -> None:
-    scene.begin()
-    scene.trainer(then="wait").expect("ready")
+    scene.waiting()
     scene.worker("away")
 
 
 def all_fail_in_changing_words(scene: Scene) -> None:
     scene.begin(retries=1_000)
-    scene.trainer(offered=16, then="wait").expect("ready")
+    scene.waiting(16)
     scene.worker("many_words")
     scene.until(lambda status: any(each.rests_s > 0 for each in status.producers))
 
 
 def trainer_busy(scene: Scene) -> None:
     """A trainer trains on a group, beside complete groups."""
-    scene.begin()
     trainer = scene.trainer(taken=1)
     scene.worker("idle", answers=SIZE)
     trainer.expect("ready")
@@ -325,15 +306,13 @@ def trainer_busy(scene: Scene) -> None:
 
 
 def two_trainers(scene: Scene) -> None:
-    scene.begin()
     for _ in range(2):
-        scene.trainer(offered=2, then="wait").expect("ready")
+        scene.waiting(2)
     scene.worker()
 
 
 def nobody_makes(scene: Scene) -> None:
-    scene.begin()
-    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.waiting(0)
     scene.until(waits)
 
 
@@ -348,7 +327,6 @@ def all_dead(scene: Scene) -> None:
 
 
 def full(scene: Scene) -> None:
-    scene.begin()
     trainer = scene.trainer(offered=0, taken=8, then="wait")
     scene.worker("flood", line="flooding")
     trainer.expect("ready")
@@ -356,7 +334,6 @@ def full(scene: Scene) -> None:
 
 
 def flooder_dead(scene: Scene) -> None:
-    scene.begin()
     trainer = scene.trainer(offered=0, taken=8)
     worker = scene.worker("flood", line="flooding")
     trainer.expect("ready")
@@ -365,7 +342,6 @@ def flooder_dead(scene: Scene) -> None:
 
 
 def nobody_reads(scene: Scene) -> None:
-    scene.begin()
     scene.worker("index0")
     scene.worker("index1")
     if scene.served:
@@ -374,8 +350,7 @@ def nobody_reads(scene: Scene) -> None:
 
 def slow_worker(scene: Scene) -> Child:
     """Return the worker with the missing last samples, out of three with an index each."""
-    scene.begin()
-    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.waiting(0)
     scene.worker("third0")
     scene.worker("third1")
     return scene.worker("slow2")
@@ -398,28 +373,24 @@ def stopped_worker(scene: Scene) -> None:
 
 
 def last_producer_dead(scene: Scene) -> None:
-    scene.begin()
-    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.waiting(0)
     scene.worker("index0").kill()
     scene.until(lambda status: status.groups_incomplete == 3 and waits(status))
 
 
 def last_producer_left(scene: Scene) -> None:
-    scene.begin()
-    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.waiting(0)
     scene.worker("leave")
     scene.until(lambda status: status.groups_incomplete == 1 and waits(status))
 
 
 def reserved_for_long(scene: Scene) -> None:
-    scene.begin()
-    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.waiting(0)
     scene.worker("reserve")
     scene.until(lambda status: any(p.reservations and p.idle_s for p in status.producers))
 
 
 def rank_dead(scene: Scene) -> None:
-    scene.begin()
     scene.rank(0, 2)
     other = scene.rank(1, 2)
     scene.worker("index0")
@@ -442,10 +413,7 @@ def daemon_stopped(scene: Scene) -> None:
 
 
 def daemon_recovers(scene: Scene) -> None:
-    scene.begin()
-    trainer = scene.trainer(taken=1)
-    scene.worker(answers=3)
-    trainer.expect("ready")
+    trainer = scene.training()
     assert scene.daemon is not None
     scene.stop(trainer)
     scene.daemon.kill()
@@ -460,7 +428,7 @@ def trainer_stopped_since_the_daemon_before(scene: Scene) -> None:
 def trainer_stopped_beside_its_successor(scene: Scene) -> None:
     """A new trainer waits for groups perhaps in a stopped trainer's hands."""
     trainer_stopped_since_the_daemon_before(scene)
-    scene.trainer(offered=0, then="wait").expect("ready")
+    scene.waiting(0)
     scene.until(waits)
 
 

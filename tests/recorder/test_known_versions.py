@@ -24,7 +24,7 @@ from shmbus.segment.fleet_note import Sleep
 
 pytest_plugins = ["recorder_fixtures"]
 
-SESSIONS = 100
+SESSIONS = 40
 GROUP = 4
 TURNS = 4
 

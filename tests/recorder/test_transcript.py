@@ -24,23 +24,6 @@ def shown(transcript: Transcript) -> list[tuple[list[int], list[int], int]]:
     ]
 
 
-def test_one_other_token_begins_a_row() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1, 2], [3, 4]))
-    transcript.add(turn([1, 2, 3, 9, 5], [6]))
-    assert shown(transcript) == [
-        ([1, 2, 3, 4], [0, 0, 1, 1], 0),
-        ([1, 2, 3, 9, 5, 6], [0, 0, 0, 0, 0, 1], 3),
-    ]
-
-
-def test_a_prompt_that_is_cut_within_a_row_begins_one() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1, 2], [3, 4]))
-    transcript.add(turn([1, 2, 3], [7]))
-    assert shown(transcript)[1] == ([1, 2, 3, 7], [0, 0, 0, 1], 3)
-
-
 def test_tokens_that_end_alike_in_bytes_are_not_the_same() -> None:
     transcript = Transcript()
     transcript.add(turn([256], [1]))
@@ -72,15 +55,6 @@ def test_experts_are_those_that_sampled_a_token_and_the_last_ones_come_with_the_
     transcript.add(turn([1, 2, 3, 4, 5], [6], experts=routed(5, 2)))
     (row,) = transcript.rows()
     assert row["routed_experts"][:, 0, 0].tolist() == [1, 1, 1, 2, 2, 0]
-
-
-def test_bytes_are_those_of_its_arrays() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1, 2], [3, 4]))
-    (row,) = transcript.rows()
-    arrays = ("tokens", "loss_mask", "logprobs")
-    assert transcript.nbytes == sum(row[name].nbytes for name in arrays)
-    assert transcript.tokens == 4
 
 
 @pytest.mark.parametrize("round", range(20))

@@ -197,21 +197,6 @@ def test_a_bus_that_is_read_is_refused_and_nothing_is_left(bus_name: str, tmp_pa
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing_half_written(bus_name: str, tmp_path: Path) -> None:
-    with shmbus.Bus.create(bus_name, "4MiB"), shmbus.Producer(bus_name) as producer:
-        for number in range(300):
-            put_group(producer, f"g{number}")
-        # A limit on the size of files fails in the middle of a write, as a full disk does.
-        command = (
-            f"ulimit -f 100; exec {sys.executable} -m shmbus.cli snapshot {bus_name} {tmp_path}/s"
-        )
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-        assert done.returncode == 1
-        assert "File too large" in done.stderr
-        assert list(tmp_path.iterdir()) == []
-        assert snapshot.take(bus_name, tmp_path / "s").records == 1200
-
-
 STOPPED = """
 import os, signal, sys
 from shmbus.store import directory, snapshot
@@ -492,16 +477,16 @@ def peak_of(call: Any) -> int:
 def test_a_snapshot_holds_a_part_and_a_few_words_a_record(
     bus_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schemas: int
 ) -> None:
-    monkeypatch.setattr(parts, "_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(parts, "_PART_BYTES", 1 << 18)
     peaks, done = [], 0
-    with shmbus.Bus.create(bus_name, "64MiB"), shmbus.Producer(bus_name) as producer:
-        for count in (4000, 16_000):
+    with shmbus.Bus.create(bus_name, "32MiB"), shmbus.Producer(bus_name) as producer:
+        for count in (1000, 5000):
             for number in range(done, count):
                 values = {f"tokens{number % schemas}": np.full(4, number, np.int32)}
                 producer.put(f"q{number}", group_size=2, index=0, **values)
             done = count
             peaks.append(peak_of(functools.partial(snapshot.take, bus_name, tmp_path / f"{done}")))
-    per_record = (peaks[1] - peaks[0]) / 12_000
+    per_record = (peaks[1] - peaks[0]) / 4000
     assert per_record < 250, peaks
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy_batches import put
 
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import OnlineDataHandler, ScoredGroup, group_advantages, pack
@@ -56,11 +57,6 @@ class Callable:
 )
 def test_the_signature_says_what_a_callable_sees(function: Any, sight: str) -> None:
     assert sight_of(function) == sight
-
-
-def put(producer: Producer, key: str, group: list[dict[str, Any]]) -> None:
-    for index, sample in enumerate(group):
-        producer.put(key, group_size=len(group), index=index, timeout=10, **sample)
 
 
 def put_two_groups(producer: Producer) -> None:

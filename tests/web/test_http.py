@@ -35,42 +35,37 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(page: Web) -> None:
     assert page.ask("/").status == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "status"),
-    [
-        ("/", {"Cookie": ""}, 401),
-        ("/events", {"Cookie": ""}, 401),
-        ("/page.js", {"Cookie": "shmbus=x"}, 401),
-        ("/?token=wrong", {}, 403),
-        ("/?token=%ff%00", {}, 403),
-        ("/", {"Host": ""}, 400),
-        ("/events", {"Origin": "null"}, 403),
-        ("/%2e%2e/server.py", {}, 404),
-        ("/static/page.js", {}, 404),
-        ("/vendor/LICENSE.htm", {}, 404),
-        ("/events?bus=nobody", {}, 404),
-        ("/events?bus=../../etc/passwd", {}, 404),
-        ("/group?id=q", {"Cookie": ""}, 401),
-        ("/group?id=q", {"Origin": "http://evil.example"}, 403),
-        ("/group?bus=nobody&id=q", {}, 404),
-        ("/group", {}, 400),
-        ("/group?id=", {}, 400),
-        ("/group?id=q&round=x", {}, 400),
-        (f"/group?id=q&round={'9' * 5000}", {}, 400),
-        ("/group?id=q&round=-9223372036854775808", {}, 400),
-        (f"/group?id={'x' * 256}", {}, 400),
-        (f"/group?id=q&split={'x' * 100}", {}, 400),
-    ],
-)
-def test_strangers_are_refused(page: Web, path: str, headers: dict[str, str], status: int) -> None:
-    answer = page.ask(path, **headers)
-    assert answer.status == status
-    assert page.token not in answer.body.decode()
+STRANGERS: list[tuple[str, dict[str, str], int]] = [
+    ("/", {"Cookie": ""}, 401),
+    ("/events", {"Cookie": ""}, 401),
+    ("/page.js", {"Cookie": "shmbus=x"}, 401),
+    ("/?token=wrong", {}, 403),
+    ("/?token=%ff%00", {}, 403),
+    ("/", {"Host": ""}, 400),
+    ("/events", {"Origin": "null"}, 403),
+    ("/%2e%2e/server.py", {}, 404),
+    ("/static/page.js", {}, 404),
+    ("/vendor/LICENSE.htm", {}, 404),
+    ("/events?bus=nobody", {}, 404),
+    ("/events?bus=../../etc/passwd", {}, 404),
+    ("/group?id=q", {"Cookie": ""}, 401),
+    ("/group?id=q", {"Origin": "http://evil.example"}, 403),
+    ("/group?bus=nobody&id=q", {}, 404),
+    ("/group", {}, 400),
+    ("/group?id=", {}, 400),
+    ("/group?id=q&round=x", {}, 400),
+    (f"/group?id=q&round={'9' * 5000}", {}, 400),
+    ("/group?id=q&round=-9223372036854775808", {}, 400),
+    (f"/group?id={'x' * 256}", {}, 400),
+    (f"/group?id=q&split={'x' * 100}", {}, 400),
+]
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-def test_a_method_that_changes_something_is_refused(page: Web, method: str) -> None:
-    assert page.ask("/", method).status == 405
+def test_strangers_are_refused(page: Web) -> None:
+    for path, headers, status in STRANGERS:
+        answer = page.ask(path, **headers)
+        assert answer.status == status, (path, headers)
+        assert page.token not in answer.body.decode()
 
 
 def test_every_answer_has_the_policy(page: Web) -> None:

@@ -14,7 +14,7 @@ import pytest
 from conftest import Daemon, Spawner, segments_named, wait_until
 from msgspec import to_builtins
 from operators import cli
-from pages import TRAINER, WORKER, Web
+from pages import WORKER, Web
 
 from shmbus import Bus, Consumer, Producer, unlink
 from shmbus.inspect.status import read_status
@@ -304,30 +304,6 @@ def test_what_producers_write_is_text(web: Start, bus_name: str) -> None:
     assert {row["id"] for row in shown["wall"]["rows"].values()} >= {evil[0], evil[1], "x" * 255}
 
 
-def test_any_group_size_is_shown(web: Start, bus_name: str, daemon: Callable[..., Daemon]) -> None:
-    daemon("--capacity", "64MiB")
-    with Producer(bus_name) as producer:
-        for start in range(0, 16_383, 1024):
-            producer.put_many(
-                [
-                    {"instance_id": "large", "group_size": 16_384, "index": index, "score": 0.0,
-                     "tokens": [1]}
-                    for index in range(start, min(start + 1024, 16_383))
-                ]
-            )  # fmt: skip
-        producer.put("one", group_size=1, index=0, score=0.0, tokens=[1])
-        page = web(bus_name)
-        shown = page.until(
-            "",
-            lambda p: p["groups"].get("ready") == 1 and p["wall"]["order"] == ["large"],
-            what="the groups",
-        )
-    row = shown["wall"]["rows"]["large"]
-    assert (row["present"], row["size"]) == (16_383, 16_384)
-    assert len(row["cells"]) + row["omitted"] == 16_383
-    assert len(json.dumps(shown)) < 100_000
-
-
 def test_an_overview_has_every_bus_to_watch(web: Start, bus_name: str, spawn: Spawner) -> None:
     other = f"{bus_name}-b"
     with Bus.create(bus_name, "1MiB"), Bus.create(other, "1MiB"):
@@ -337,34 +313,6 @@ def test_an_overview_has_every_bus_to_watch(web: Start, bus_name: str, spawn: Sp
         assert next(page.pictures(other))["name"] == other
         every = web()
         shown = every.until("", lambda p: {bus_name, other} <= p["buses"].keys(), what="all")
-
-
-def test_a_full_ring_names_who_holds_it(
-    web: Start, bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon]
-) -> None:
-    daemon("--capacity", "1MiB")
-    trainer = spawn.script(TRAINER, bus_name, "train.py", 600)
-    trainer.expect("ready")
-    script = (
-        "import sys, shmbus\n"
-        "producer = shmbus.Producer(sys.argv[1])\n"
-        "for n in range(1000):\n"
-        "    producer.put(f'q{n}', group_size=1, index=0, score=0.0, tokens=[1] * 25000)\n"
-    )
-    spawn.script(script, bus_name)
-    page = web(bus_name)
-    # Until the daemon reads the ring, the space waits for it.
-    holder = re.compile(r"train\.py \(pid \d+\) holds|wait for a trainer")
-
-    def says_who(shown: dict[str, Any]) -> bool:
-        findings = shown["verdict"]["findings"]
-        return bool(
-            findings
-            and findings[0]["kind"] == "producers_wait"
-            and holder.search(shown["verdict"]["sentence"])
-        )
-
-    page.until("", says_who, what="producers that wait for space that a trainer holds")
 
 
 def wait_until_polls_end(page: Web) -> None:
