@@ -3,7 +3,6 @@
 from collections.abc import Callable, Hashable, Iterable
 from typing import (
     Any,
-    ClassVar,
     Generic,
     Protocol,
     TypeAlias,
@@ -61,6 +60,7 @@ REFUSED_LEASED: int
 
 ELEMENT_KINDS: tuple[str, ...]
 CHUNK_WORDS: int
+MOST_THREADS: int
 HAS_LOGPROBS: int
 SAMPLE_MASKED: int
 SAMPLE_ZEROED: int
@@ -429,14 +429,6 @@ def read_run(
     /,
 ) -> tuple[list[tuple[Any, ...]], int, bool]: ...
 
-class GatherThreads:
-    """Threads that copy batches together with the caller of `PackPlan.gather`."""
-
-    MOST: ClassVar[int]
-    count: int
-    def __new__(cls, count: int, /) -> Self: ...
-    def close(self) -> None: ...
-
 class PackPlan:
     """The samples of a batch, measured once for every copy."""
 
@@ -467,7 +459,7 @@ class PackPlan:
         advantages: NDArray[np.float32],
         flags: NDArray[np.uint8] | None,
         outs: tuple[NDArray[np.uint8], ...],
-        threads: GatherThreads | None,
+        threads: int,
         /,
     ) -> tuple[Any, ...]: ...
     def table_bytes(self, chunk_tokens: int, /) -> int: ...

@@ -58,8 +58,7 @@ static bool add_types(PyObject *module) {
         {"PoolWrite", &PoolWriteType},
         {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},
         {"ClosedByBlock", &ClosedByBlockType},
-        {"DeclaredSchema", &DeclaredSchemaType}, {"GatherThreads", &GatherThreadsType},
-        {"PackPlan", &PackPlanType},
+        {"DeclaredSchema", &DeclaredSchemaType}, {"PackPlan", &PackPlanType},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
@@ -158,7 +157,6 @@ static bool add_objects(PyObject *module) {
         py_plan_add_objects,         py_delivery_add_objects,
         py_waits_add_objects,        py_splits_add_objects,
         py_plan_fields_add_constants, py_arguments_add_constants,
-        py_gather_threads_add_constants,
     };
     for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
         if (!add[i](module)) {

@@ -6,7 +6,7 @@
 
 #include <stdatomic.h>
 
-#include "batch/threads.h"
+#include "base/threads.h"
 #include "python/record/record.h"
 
 /* ---- Arrays of the caller, checked before the first access through them. */
@@ -209,19 +209,8 @@ struct copy_job {
 bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total);
 /* Copy every piece without the interpreter lock. Return true if masks hold 0 and 1, logprobs and
  * advantages are finite, and logprobs at most 0. */
-bool py_copy_job_run(struct copy_job *job, struct threads *helpers);
+bool py_copy_job_run(struct copy_job *job, uint32_t threads);
 void py_copy_job_clear(struct copy_job *job);
-
-/* ---- GatherThreads: threads for copying batches, for Python. */
-extern PyTypeObject GatherThreadsType;
-
-/* True for a GatherThreads or None; otherwise false with an exception. */
-bool py_gather_threads_check(PyObject *object);
-/* Start or borrow the helpers, which live until py_gather_threads_finish. NULL, for the caller
- * alone, for None or a closed object. The first call starts the threads; if starting fails, false
- * with an exception. Begin and finish need the interpreter lock. */
-bool py_gather_threads_begin(PyObject *object, struct threads **threads);
-void py_gather_threads_finish(PyObject *object);
 
 /* Registered by module.c. */
 extern PyMethodDef py_arrays_functions[];
@@ -229,6 +218,5 @@ extern const struct named_value py_extra_fields_constants[];
 extern const struct named_value py_kernel_table_constants[];
 bool py_kernel_table_add_objects(PyObject *module);
 bool py_plan_add_objects(PyObject *module);
-bool py_gather_threads_add_constants(PyObject *module);
 
 #endif

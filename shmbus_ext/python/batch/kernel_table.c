@@ -264,6 +264,7 @@ bool py_kernel_table_add_objects(PyObject *module) {
 
 const struct named_value py_kernel_table_constants[] = {
     {"CHUNK_WORDS", CHUNK_WORDS},
+    {"MOST_THREADS", THREADS_MOST},
     {"HAS_LOGPROBS", 1 << FIELD_LOGPROBS},
     {"SAMPLE_MASKED", SAMPLE_MASKED},
     {"SAMPLE_ZEROED", SAMPLE_ZEROED},

@@ -177,21 +177,15 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
 /* ---- Copying ---- */
 
 /* Copy everything; 1 if the values pass the checks of py_copy_job_run, else 0; -1 on error. */
-static int copy_all(PackPlanObject *self, struct copy_job *job, PyObject *threads) {
+static int copy_all(PackPlanObject *self, struct copy_job *job, uint32_t threads) {
     int clean = -1;
-    struct threads *helpers;
-    if (!py_copy_job_cut(job, self->count, self->total) ||
-        !py_gather_threads_begin(threads, &helpers)) {
-        goto end;
-    }
-    if (hold_all(self->sources, self->refs, self->count)) {
+    if (py_copy_job_cut(job, self->count, self->total) &&
+        hold_all(self->sources, self->refs, self->count)) {
         Py_BEGIN_ALLOW_THREADS
-        clean = py_copy_job_run(job, helpers);
+        clean = py_copy_job_run(job, threads);
         Py_END_ALLOW_THREADS
         let_go_all(self->sources, self->refs, self->count);
     }
-    py_gather_threads_finish(threads);
-end:
     py_copy_job_clear(job);
     return clean;
 }
@@ -199,12 +193,13 @@ end:
 /* gather(memory, advantages, flags, outs, threads) -> (arrays of the columns, True if masks hold 0
  * and 1, logprobs and advantages are finite, and logprobs at most 0). */
 static PyObject *py_plan_gather(PackPlanObject *self, PyObject *args) {
-    PyObject *memory, *advantages, *flags, *outs, *threads;
+    PyObject *memory, *advantages, *flags, *outs;
+    unsigned int threads;
     struct copy_job job = {.sources = self->sources, .extras = &self->extras};
     uint8_t *data;
-    if (!PyArg_ParseTuple(args, "OOOO!O", &memory, &advantages, &flags, &PyTuple_Type, &outs,
+    if (!PyArg_ParseTuple(args, "OOOO!I", &memory, &advantages, &flags, &PyTuple_Type, &outs,
                           &threads) ||
-        !py_gather_threads_check(threads) || !py_plan_check(self) ||
+        !py_plan_check(self) ||
         !py_plan_read_samples(self, advantages, flags, &job.gains, &job.flags) ||
         !py_extras_read_destination(&self->extras, outs)) {
         return NULL;
