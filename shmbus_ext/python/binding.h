@@ -23,27 +23,16 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* An attribute name to intern, and the variable for the interned string. */
-struct word_note {
-    PyObject **at;
-    const char *text;
-};
-static inline bool py_intern_words(const struct word_note *words, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        *words[i].at = PyUnicode_InternFromString(words[i].text);
-        if (*words[i].at == NULL) {
-            return false;
-        }
-    }
-    return true;
-}
-#define INTERN_WORDS(words) py_intern_words(words, sizeof(words) / sizeof *(words))
+/* Interned names of attributes, arguments and fields, as module.c spells them. */
+extern struct py_words {
+    PyObject *advantages, *close, *failed, *group_size, *index, *instance_id, *key, *leased,
+        *logprobs, *loss_mask, *max_groups, *meta, *nbytes, *need, *number, *places,
+        *policy_version, *round, *row_lengths, *rows, *samples, *score, *size, *split, *take,
+        *timeout, *tokens;
+} py_word;
 
-/* Numbers of the core exported to Python; a NULL ends a table. */
-struct named_value {
-    const char *name;
-    long value;
-};
+/* Numbers and texts shared with Python; false with an exception. */
+bool py_add_constants(PyObject *module);
 
 /* Add an object; steals the reference. False with an exception, also for NULL. */
 static inline bool py_add_object(PyObject *module, const char *name, PyObject *object) {

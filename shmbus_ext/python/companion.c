@@ -146,12 +146,3 @@ PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t t
     }
     return PyBool_FromLong(result == BELL_RUNG);
 }
-
-/* Results of opening a segment, or of claiming a place. */
-const struct named_value py_companion_constants[] = {
-    {"SHARED_NO_SPACE", SHARED_NO_SPACE},         {"SHARED_UNFINISHED", SHARED_UNFINISHED},
-    {"SHARED_BAD_MAGIC", SHARED_BAD_MAGIC},       {"SHARED_BAD_VERSION", SHARED_BAD_VERSION},
-    {"SHARED_BAD_GEOMETRY", SHARED_BAD_GEOMETRY}, {"SHARED_TRUNCATED", SHARED_TRUNCATED},
-    {"SHARED_NOTHING", SHARED_NOTHING},           {"SHARED_HELD", SHARED_HELD},
-    {"SHARED_DAMAGED", SHARED_DAMAGED},           {NULL, 0},
-};

@@ -31,7 +31,6 @@ struct companion {
     uint32_t users;
 };
 
-extern const struct named_value py_companion_constants[];
 bool py_companion_init_fork(void);
 CompanionObject *py_companion_alloc(PyTypeObject *type, const struct companion_kind *kind,
                                     PyObject *name);

@@ -179,6 +179,18 @@ bool py_plan_check(const PackPlanObject *self);
 /* Read `advantages` float32 [S] and `flags` uint8 [S] or None. */
 bool py_plan_read_samples(const PackPlanObject *self, PyObject *advantages, PyObject *flags,
                           const float **gains, const uint8_t **flags_at);
+/* Words of a chunk in a kernel's table (kernel_table.c). */
+enum {
+    CHUNK_ADDRESSES = 0,  /* per field, at the chunk's first token; 0 if absent */
+    CHUNK_START = FIELDS, /* in the batch */
+    CHUNK_SPAN,           /* int32 [2]: first token of the sequence, number of tokens */
+    CHUNK_ORDERS,         /* int32 flags, float32 advantage */
+    CHUNK_SIGNATURE,      /* kinds of the present fields; the sort key of chunks */
+    CHUNK_WORDS,
+};
+/* A chunk of a kernel's copy of extra fields, in words of `width` bytes: address, place, number of
+ * words, 0. */
+enum { COPY_ADDRESS, COPY_AT, COPY_WORDS_THERE, COPY_RESERVED, COPY_WORDS };
 /* Methods for a kernel's copy, documented at their definitions. */
 PyObject *py_plan_table_bytes(PackPlanObject *self, PyObject *chunk_tokens);
 PyObject *py_plan_table(PackPlanObject *self, PyObject *args);
@@ -214,9 +226,5 @@ void py_copy_job_clear(struct copy_job *job);
 
 /* Registered by module.c. */
 extern PyMethodDef py_arrays_functions[];
-extern const struct named_value py_extra_fields_constants[];
-extern const struct named_value py_kernel_table_constants[];
-bool py_kernel_table_add_objects(PyObject *module);
-bool py_plan_add_objects(PyObject *module);
 
 #endif

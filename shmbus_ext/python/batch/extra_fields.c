@@ -265,9 +265,6 @@ PyObject *py_extras_describe(const struct extras *self, Py_ssize_t trajectories)
     return result;
 }
 
-/* A chunk of a kernel's copy, in words of `width` bytes: address, place, number of words, 0. */
-enum { COPY_ADDRESS, COPY_AT, COPY_WORDS_THERE, COPY_RESERVED, COPY_WORDS };
-
 struct copy_plan {
     int64_t *chunks; /* room for `room` chunks; chunks beyond are counted only */
     uint64_t room, done;
@@ -334,11 +331,3 @@ PyObject *py_plan_copy_table(PackPlanObject *self, PyObject *args) {
     }
     return launches == NULL ? NULL : Py_BuildValue("KN", U64(plan.done), launches);
 }
-
-const struct named_value py_extra_fields_constants[] = {
-    {"EXTRA_TOKEN", EXTRA_TOKEN},
-    {"EXTRA_RAGGED", EXTRA_RAGGED},
-    {"EXTRA_SEQUENCE", EXTRA_SEQUENCE},
-    {"COPY_WORDS", COPY_WORDS},
-    {NULL, 0},
-};

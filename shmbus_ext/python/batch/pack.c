@@ -285,7 +285,3 @@ PyTypeObject PackPlanType = {
     .tp_methods = methods,
     .tp_new = py_plan_new,
 };
-
-bool py_plan_add_objects(PyObject *module) {
-    return py_add_object(module, "MAX_LOGPROB", PyFloat_FromDouble((double)MAX_LOGPROB));
-}

@@ -236,23 +236,6 @@ PyTypeObject ChannelType = {
     .tp_members = channel_members,
 };
 
-const struct named_value py_channel_constants[] = {
-    {"CHANNEL_LAYOUT_VERSION", CHANNEL_LAYOUT_VERSION},
-    {"CHANNEL_META_ALIGN", CHANNEL_META_ALIGN},
-    {"CHANNEL_REASON_BYTES", CHANNEL_REASON_BYTES - 1}, /* less the terminating byte */
-    {"CHANNEL_LABEL_BYTES", CHANNEL_LABEL_BYTES - 1},   /* likewise */
-    {"CHANNEL_SENDER", CHANNEL_SENDER},
-    {"CHANNEL_RECEIVER", CHANNEL_RECEIVER},
-    {"CHANNEL_STEP", CHANNEL_STEP},
-    {"CHANNEL_SKIP", CHANNEL_SKIP},
-    {"CHANNEL_FAIL", CHANNEL_FAIL},
-    {"CHANNEL_ABSENT", CHANNEL_ABSENT},
-    {"CHANNEL_ALIVE", CHANNEL_ALIVE},
-    {"CHANNEL_DEAD", CHANNEL_DEAD},
-    {"CHANNEL_LEFT", CHANNEL_LEFT},
-    {NULL, 0},
-};
-
 /* ---- ChannelMemory: a message's payload as a buffer, in place.
  *
  * Invariants: a view of a receiver's memory never changes. If views outlive the acknowledgement, a

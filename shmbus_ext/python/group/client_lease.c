@@ -5,10 +5,6 @@
  * here. */
 #include "python/group/group.h"
 
-static struct {
-    PyObject *number, *size, *places;
-} word;
-
 /* Parse one place; false if it lies outside the segment. */
 static bool parse_place(const struct segment *segment, const char *bytes, struct record_ref *ref) {
     struct wire_place place;
@@ -48,9 +44,9 @@ static ClientLeaseObject *lease_of_places(HolderObject *borrower, const char *by
 }
 
 ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted, long long step) {
-    PyObject *number = PyObject_GetAttr(granted, word.number);
-    PyObject *size = number == NULL ? NULL : PyObject_GetAttr(granted, word.size);
-    PyObject *places = size == NULL ? NULL : PyObject_GetAttr(granted, word.places);
+    PyObject *number = PyObject_GetAttr(granted, py_word.number);
+    PyObject *size = number == NULL ? NULL : PyObject_GetAttr(granted, py_word.size);
+    PyObject *places = size == NULL ? NULL : PyObject_GetAttr(granted, py_word.places);
     char *bytes;
     Py_ssize_t count;
     ClientLeaseObject *self =
@@ -139,12 +135,3 @@ PyMethodDef py_client_lease_functions[] = {
     {"identities", py_identities, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_client_lease_add_objects(PyObject *Py_UNUSED(module)) {
-    const struct word_note words[] = {
-        {&word.number, "number"},
-        {&word.size, "size"},
-        {&word.places, "places"},
-    };
-    return INTERN_WORDS(words);
-}

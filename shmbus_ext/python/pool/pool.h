@@ -47,7 +47,6 @@ typedef struct {
 extern PyTypeObject PoolWriteType;
 
 /* Registered by module.c. */
-extern const struct named_value py_pool_constants[];
 extern PyMethodDef py_pool_lease_functions[];
 extern PyMethodDef py_pool_patch_functions[];
 extern PyMethodDef py_pool_rows_functions[];

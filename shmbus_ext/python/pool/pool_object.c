@@ -251,27 +251,6 @@ PyTypeObject PoolType = {
     .tp_members = pool_members,
 };
 
-const struct named_value py_pool_constants[] = {
-    {"POOL_LAYOUT_VERSION", POOL_LAYOUT_VERSION},
-    {"POOL_MAX_SLOTS", POOL_MAX_SLOTS},
-    {"POOL_MAX_RANKS", POOL_MAX_RANKS},
-    {"POOL_MAX_READERS", POOL_MAX_READERS},
-    {"POOL_LABEL_BYTES", POOL_LABEL_BYTES - 1}, /* less the terminating byte */
-    {"POOL_DEVICE_BYTES", POOL_DEVICE_BYTES - 1},
-    {"POOL_TEXT_BYTES", POOL_TEXT_BYTES - 1},
-    {"POOL_ERROR_BYTES", POOL_ERROR_BYTES - 1},
-    {"POOL_BELL_VERSION", POOL_BELL_VERSION},
-    {"POOL_BELL_SPACE", POOL_BELL_SPACE},
-    {"POOL_BELL_RANKS", POOL_BELL_RANKS},
-    {"PIECE_ABSENT", PIECE_ABSENT},
-    {"PIECE_DONE", PIECE_DONE},
-    {"PIECE_FAILED", PIECE_FAILED},
-    {"PIECE_DEAD", PIECE_DEAD},
-    {"ROW_ALIVE", ROW_ALIVE},
-    {"ROW_DEAD", ROW_DEAD},
-    {NULL, 0},
-};
-
 /* ---- The tables of a pool as dictionaries, for display only: no value here bounds an access. */
 static PyObject *text_of(const char *text, size_t room) {
     char copy[POOL_ERROR_BYTES];

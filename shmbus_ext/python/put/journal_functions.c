@@ -302,10 +302,3 @@ PyMethodDef py_relay_functions[] = {
     {"relay_next_source", py_relay_next_source, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-const struct named_value py_relay_constants[] = {
-    {"RELAY_INTENDED", RELAY_INTENDED},
-    {"RELAY_OWED", RELAY_OWED},
-    {"RELAY_SETTLED", RELAY_SETTLED},
-    {NULL, 0},
-};

@@ -190,8 +190,3 @@ PyMethodDef py_export_functions[] = {
     {"export_block", py_export_block, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-const struct named_value py_export_constants[] = {
-    {"BLOCK_HEADER_BYTES", sizeof(struct block_header)},
-    {NULL, 0},
-};

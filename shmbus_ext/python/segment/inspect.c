@@ -285,29 +285,6 @@ static PyObject *py_read_run(PyObject *Py_UNUSED(module), PyObject *args) {
                         : Py_BuildValue("(NKN)", rows, U64(run.place.offset), PyBool_FromLong(cut));
 }
 
-const struct named_value py_inspect_constants[] = {
-    {"MAGIC", (long)SHMBUS_MAGIC},
-    {"HEADER_BYTES", (long)SHMBUS_HEADER_BYTES},
-    {"RELEASED_OFFSET", (long)offsetof(struct bus_header, released)},
-    {"REASONS", SHMBUS_REASONS},
-    {"LOCK_COLLECTOR", SHMBUS_LOCK_COLLECTOR},
-    {"LOCK_SLOT", SHMBUS_LOCK_SLOT},
-    {"LOCK_VIEW", SHMBUS_LOCK_VIEW},
-    {"REF_OFFSET_BITS", (long)REF_OFFSET_BITS},
-    {"FLAG_MOVED", SHMBUS_FLAG_MOVED},
-    {"FLAG_FAILED", SHMBUS_FLAG_FAILED},
-    {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
-    {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
-    {"RETRY_PAUSE", SHMBUS_RETRY_PAUSE},
-    {NULL, 0},
-};
-
-bool py_inspect_add_objects(PyObject *module) {
-    return py_add_object(module, "RETRY_BUSY", PyLong_FromUnsignedLongLong(SHMBUS_RETRY_BUSY)) &&
-           py_add_object(module, "RETRY_ANSWERED",
-                         PyLong_FromUnsignedLongLong(SHMBUS_RETRY_ANSWERED));
-}
-
 /* ---- The tables of layout_tables.h: every shared field by name, offset, size and kind.
  *
  * Invariant: the tables contain no literal numbers; the compiler fills them in from layout.h. */

@@ -94,14 +94,8 @@ PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t num
 
 /* Registered by module.c. */
 extern PyMethodDef py_request_functions[];
-extern const struct named_value py_request_constants[];
-extern const struct named_value py_inspect_constants[];
 extern PyMethodDef py_inspect_functions[];
-bool py_inspect_add_objects(PyObject *module);
 extern PyMethodDef py_retry_functions[];
-extern const struct named_value py_retry_constants[];
-extern const struct named_value py_splits_constants[];
 extern PyMethodDef py_splits_functions[];
-bool py_splits_add_objects(PyObject *module);
 
 #endif
