@@ -131,11 +131,11 @@ class BusJournal:
         if ended == self._ended:
             return {}
         self._ended = ended
-        known = self._origins
-        return {
-            REASONS[reason]: [known[entry] for entry in array("I", entries) if entry in known]
-            for reason, entries in _core.relay_ends(self._segment).items()
-        }
+        ends: dict[str, list[Origin]] = {}
+        for entry, origin, _, reason in _core.relay_notes(self._segment, True):
+            if entry in self._origins and reason >= 0:
+                ends.setdefault(REASONS[reason], []).append(origin)
+        return ends
 
     def look_again(self) -> None:
         """Make `ends` return every end again, even without a new end."""

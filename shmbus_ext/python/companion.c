@@ -132,8 +132,37 @@ PyObject *py_companion_close(CompanionObject *self, PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t ticket,
-                            double timeout_s) {
+PyObject *py_companion_status(CompanionObject *self, enum shared_status status) {
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(self)
+                                         : PyLong_FromLong(status);
+}
+
+PyObject *py_companion_claimed(CompanionObject *self, enum shared_status status) {
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(self)
+                                         : PyBool_FromLong(status == SHARED_OK);
+}
+
+/* A bell of a usable handle; NULL with an exception. */
+static struct bell *bell_of(CompanionObject *self, unsigned int number) {
+    struct bell *bell = py_companion_usable(self) ? self->kind->bell(self, number) : NULL;
+    NEVER(bell == NULL && !PyErr_Occurred(), NULL);
+    return bell;
+}
+
+PyObject *py_companion_announce(CompanionObject *self, PyObject *args) {
+    unsigned int number;
+    struct bell *bell = PyArg_ParseTuple(args, "I", &number) ? bell_of(self, number) : NULL;
+    return bell == NULL ? NULL : PyLong_FromUnsignedLong(bell_announce(bell));
+}
+
+PyObject *py_companion_wait(CompanionObject *self, PyObject *args) {
+    unsigned int number, ticket;
+    double timeout_s;
+    struct bell *bell =
+        PyArg_ParseTuple(args, "IId", &number, &ticket, &timeout_s) ? bell_of(self, number) : NULL;
+    if (bell == NULL) {
+        return NULL;
+    }
     timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
     enum bell_wait result;
     py_companion_add_user(self); /* a second thread may close the handle meanwhile */

@@ -87,11 +87,8 @@ static PyObject *py_channel_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     if (status == SHARED_NOTHING) {
         Py_RETURN_NONE;
     }
-    if (status == SHARED_SYSTEM_ERROR) {
-        return py_companion_system_error(&self->base);
-    }
     if (status != SHARED_OK) {
-        return PyLong_FromLong(status);
+        return py_companion_status(&self->base, status);
     }
     uint8_t *at;
     if (!py_companion_usable(&self->base) ||
@@ -235,9 +232,7 @@ static PyObject *py_channel_begin_at(PyObject *Py_UNUSED(module), PyObject *args
         !py_channel_has_side(self, CHANNEL_SENDER)) {
         return NULL;
     }
-    enum shared_status status = messages_begin_at(&self->c, step);
-    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
-                                          : PyLong_FromLong(status);
+    return py_companion_status(&self->base, messages_begin_at(&self->c, step));
 }
 
 PyMethodDef py_channel_messages_functions[] = {

@@ -14,6 +14,8 @@ typedef struct {
 } PoolObject;
 
 extern PyTypeObject PoolType;
+/* True for a usable handle of a reader; false with an exception. */
+bool py_pool_is_reader(PoolObject *self);
 
 /* ---- PoolLease: one version of a slot pool, readable during the object's life. */
 typedef struct {

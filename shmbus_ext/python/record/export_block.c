@@ -154,17 +154,11 @@ SEGMENT_FUNCTION(py_leased_in_part, py_take_segment) {
     return PyBool_FromLong((long)RELAXED(header->leased_in_part));
 }
 
-/* leased_state(sample) -> int: mark of an earlier collector's lease; 0 if unmarked. */
+/* leased_state(sample) -> (state, members): mark of an earlier collector's lease, and the lease's number
+ * of members; zeros if unmarked. */
 static PyObject *py_leased_state(PyObject *Py_UNUSED(module), PyObject *item) {
-    return PyLong_FromUnsignedLong(
-        Py_IS_TYPE(item, &TrajectoryType) ? ((TrajectoryObject *)item)->leased : 0);
-}
-
-/* leased_members(state) -> int: the lease's number of members. */
-static PyObject *py_leased_members(PyObject *Py_UNUSED(module), PyObject *argument) {
-    unsigned long state = PyLong_AsUnsignedLong(argument);
-    return PyErr_Occurred() ? NULL
-                            : PyLong_FromUnsignedLong(shmbus_leased_members((uint32_t)state));
+    uint32_t state = Py_IS_TYPE(item, &TrajectoryType) ? ((TrajectoryObject *)item)->leased : 0;
+    return Py_BuildValue("(II)", state, state == 0 ? 0u : shmbus_leased_members(state));
 }
 
 /* forget_leased(samples): treat marked samples like unmarked samples from now on. */
@@ -184,7 +178,6 @@ PyMethodDef py_export_functions[] = {
     {"lineage", py_lineage, METH_O, NULL},
     {"leased_in_part", py_leased_in_part, METH_O, NULL},
     {"leased_state", py_leased_state, METH_O, NULL},
-    {"leased_members", py_leased_members, METH_O, NULL},
     {"forget_leased", py_forget_leased, METH_O, NULL},
     {"record_origins", py_record_origins, METH_O, NULL},
     {"export_block", py_export_block, METH_VARARGS, NULL},
