@@ -18,6 +18,7 @@
 #endif
 #include <numpy/arrayobject.h>
 #include <structmember.h>
+#include <assert.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -114,9 +115,17 @@ static inline void py_dict_put(PyObject **dictionary, PyObject *key, PyObject *v
     Py_XDECREF(value);
 }
 
-/* Text of a fixed field in a private copy of a row: other processes may write a shared row. */
-#define FIELD_TEXT(field) \
-    PyUnicode_DecodeUTF8((field), (Py_ssize_t)strnlen((field), sizeof(field)), "replace")
+/* Text of a fixed field, of at most PY_FIELD_BYTES: from a copy, as other processes may write a
+ * shared row. */
+#define PY_FIELD_BYTES 160
+static inline PyObject *py_field_text(const char *field, size_t room) {
+    char copy[PY_FIELD_BYTES];
+    assert(room <= sizeof copy);
+    memcpy(copy, field, room);
+    const char *end = memchr(copy, 0, room);
+    return PyUnicode_DecodeUTF8(copy, end == NULL ? (Py_ssize_t)room : end - copy, "replace");
+}
+#define FIELD_TEXT(field) py_field_text((field), sizeof(field))
 
 /* In a setter: false with a TypeError for a deletion. */
 static inline bool py_is_given(const PyObject *value, const char *name) {

@@ -33,18 +33,8 @@ bool py_companion_is_own(const CompanionObject *self) {
 }
 
 bool py_companion_usable(CompanionObject *self) {
-    if (self->generation != fork_generation) {
-        return py_refuse(
-            hooks.closed_error,
-            "%s '%U': this handle was made in process %d, before a fork; make a new one "
-            "in this process",
-            self->kind->noun, self->name, self->pid);
-    }
-    if (self->handle_closed) {
-        return py_refuse(hooks.closed_error, "%s '%U': this handle is closed; make a new one",
-                         self->kind->noun, self->name);
-    }
-    return true;
+    return py_handle_usable(self->kind->noun, self->name, "handle", self->generation, self->pid,
+                            self->handle_closed);
 }
 
 static void shut(CompanionObject *self) {

@@ -2,7 +2,6 @@
 #define SHMBUS_IMPORTS_NUMPY
 
 #include "base/checksum.h"
-#include "base/clock.h"
 #include "python/batch/batch.h"
 #include "python/channel/channel.h"
 #include "python/companion.h"
@@ -29,13 +28,8 @@ static PyObject *py_crc32c(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyLong_FromUnsignedLong(crc);
 }
 
-static PyObject *py_monotonic_ns(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
-    return PyLong_FromUnsignedLongLong(clock_monotonic_ns());
-}
-
 static PyMethodDef functions[] = {
     {"crc32c", py_crc32c, METH_VARARGS, NULL},
-    {"monotonic_ns", py_monotonic_ns, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

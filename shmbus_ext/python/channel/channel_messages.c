@@ -175,9 +175,8 @@ static PyObject *py_channel_receive(PyObject *Py_UNUSED(module), PyObject *args)
         Py_DECREF(meta);
         return NULL;
     }
-    row.reason[sizeof row.reason - 1] = '\0';
-    PyObject *reason = PyUnicode_DecodeUTF8(row.reason, (Py_ssize_t)strlen(row.reason), "replace");
-    return Py_BuildValue("(iLONN)", (int)row.kind, (long long)row.step, self->memory, meta, reason);
+    return Py_BuildValue("(iLONN)", (int)row.kind, (long long)row.step, self->memory, meta,
+                         FIELD_TEXT(row.reason));
 }
 
 /* channel_ack(channel): acknowledge the message from channel_receive; its views keep a copy. */

@@ -97,13 +97,11 @@ static PyObject *pack_each(PyObject *items, size_t each,
     Py_ssize_t count = PyList_GET_SIZE(items);
     PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)each);
     for (Py_ssize_t i = 0; packed != NULL && i < count; i++) {
-        PyObject *item = PyList_GET_ITEM(items, i);
-        if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
+        const TrajectoryObject *t = py_as_trajectory(PyList_GET_ITEM(items, i));
+        if (t == NULL) {
             Py_CLEAR(packed);
         } else {
-            pack((const TrajectoryObject *)item, PyBytes_AS_STRING(packed) + (size_t)i * each);
+            pack(t, PyBytes_AS_STRING(packed) + (size_t)i * each);
         }
     }
     return packed;

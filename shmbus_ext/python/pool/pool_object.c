@@ -222,12 +222,6 @@ PyTypeObject PoolType = {
 };
 
 /* ---- The tables of a pool as dictionaries, for display only: no value here bounds an access. */
-static PyObject *text_of(const char *text, size_t room) {
-    char copy[POOL_ERROR_BYTES];
-    memcpy(copy, text, room);
-    return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strnlen(copy, room), "replace");
-}
-
 static PyObject *describe_slot(const struct pool *pool, uint32_t slot, uint64_t latest) {
     struct slot_row row;
     bool whole = lease_peek(pool, slot, &row);
@@ -242,17 +236,17 @@ static PyObject *describe_slot(const struct pool *pool, uint32_t slot, uint64_t 
         U64(row.sequence), "version", (long long)row.version, "bytes", U64(row.bytes), "meta_bytes",
         U64(row.meta_bytes), "digests", row.digests, "ranks", row.ranks, "published_unix_ns",
         U64(row.published_unix_ns), "base_sequence", U64(row.base_sequence), "base_version",
-        (long long)row.base_version, "text", text_of(row.text, sizeof row.text));
+        (long long)row.base_version, "text", FIELD_TEXT(row.text));
 }
 
 static PyObject *describe_rank(const struct pool *pool, uint32_t rank) {
     const struct rank_row *row = &pool->rank_rows[rank];
     return Py_BuildValue("{s:I,s:i,s:I,s:N,s:K,s:K,s:K,s:N}", "rank", rank, "life",
                          (int)rows_writer_life(pool, rank), "pid", RELAXED(row->pid), "label",
-                         text_of(row->label, sizeof row->label), "started",
+                         FIELD_TEXT(row->label), "started",
                          U64(RELAXED(row->started)), "done", U64(RELAXED(row->done)), "failed",
                          U64(RELAXED(row->failed)), "error",
-                         text_of(row->error, sizeof row->error));
+                         FIELD_TEXT(row->error));
 }
 
 static PyObject *describe_reader(const struct pool *pool, uint32_t index) {
@@ -263,11 +257,11 @@ static PyObject *describe_reader(const struct pool *pool, uint32_t index) {
     return Py_BuildValue(
         "{s:I,s:i,s:I,s:N,s:N,s:I,s:K,s:L,s:K,s:L,s:i,s:N}", "reader", index, "life",
         (int)rows_reader_life(pool, index), "pid", RELAXED(row->pid), "label",
-        text_of(row->label, sizeof row->label), "device", text_of(row->device, sizeof row->device),
+        FIELD_TEXT(row->label), "device", FIELD_TEXT(row->device),
         "holds", RELAXED(row->holds), "applied", applied, "applied_version",
         (long long)RELAXED(row->applied_version), "refused", refused, "refused_version",
         (long long)RELAXED(row->refused_version), "error_code", (int)RELAXED(row->error_code),
-        "error", text_of(row->error, sizeof row->error));
+        "error", FIELD_TEXT(row->error));
 }
 
 static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyObject *readers) {

@@ -82,6 +82,9 @@ bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
 /* True if a field of `ndim` dimensions fits behind `words` shape words; false with an exception. */
 bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim);
 
+/* Bytes of a field; a product beyond every record stays above. */
+uint64_t py_field_bytes(PyArray_Descr *dtype, int ndim, const uint64_t *sizes);
+
 /* Convert lists to arrays, running element code if necessary; false with an exception. */
 bool py_arguments_convert_lists(struct put_arguments *self);
 

@@ -529,9 +529,9 @@ static bool choose_dtype(struct put_arguments *self, uint32_t i,
     return false;
 }
 
-static uint64_t bytes_of(const uint64_t *sizes, int ndim, uint64_t itemsize) {
-    double estimate = (double)itemsize;
-    uint64_t bytes = itemsize;
+uint64_t py_field_bytes(PyArray_Descr *dtype, int ndim, const uint64_t *sizes) {
+    uint64_t bytes = (uint64_t)PyDataType_ELSIZE(dtype);
+    double estimate = (double)bytes;
     for (int d = 0; d < ndim; d++) {
         estimate *= (double)sizes[d];
         bytes *= sizes[d];
@@ -557,7 +557,7 @@ static bool plan_list(struct put_arguments *self, uint32_t i, uint32_t words,
         return false;
     }
     self->field_ndim[i] = (uint8_t)ndim;
-    self->field_bytes[i] = bytes_of(sizes, ndim, (uint64_t)PyDataType_ELSIZE(self->dtypes[i]));
+    self->field_bytes[i] = py_field_bytes(self->dtypes[i], ndim, sizes);
     memcpy(self->shape + words + 1, sizes, (size_t)ndim * sizeof *sizes);
     return true;
 }

@@ -57,10 +57,7 @@ bool py_declared_refuse_shape(const DeclaredSchemaObject *self,
     int64_t size = at < 0 ? 0 : declared_schema_dimension(declared, (uint32_t)at);
     int64_t name = SHMBUS_DIMENSION_NAMED - size; /* negative for a dimension without a name */
     PyObject *wanted = shape_text(self, field);
-    PyObject *got = PyTuple_New(ndim);
-    for (int d = 0; got != NULL && d < ndim; d++) {
-        py_tuple_set(&got, d, PyLong_FromUnsignedLongLong(sizes[d]));
-    }
+    PyObject *got = py_sizes(sizes, ndim);
     if (wanted != NULL && got != NULL && name >= 0) {
         PyErr_Format(PyExc_ValueError,
                      "%U: expected the shape %R with %U = %llu, as %U has it, got %R",

@@ -9,12 +9,8 @@
 
 /* A readable trajectory; NULL with an exception. */
 static TrajectoryObject *readable(PyObject *item) {
-    if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        return (TrajectoryObject *)PyErr_Format(
-            PyExc_TypeError, "expected trajectories, got %.100s", Py_TYPE(item)->tp_name);
-    }
-    TrajectoryObject *t = (TrajectoryObject *)item;
-    return py_trajectory_readable(t) ? t : NULL;
+    TrajectoryObject *t = py_as_trajectory(item);
+    return t != NULL && py_trajectory_readable(t) ? t : NULL;
 }
 
 void py_trajectory_raise_changed(const TrajectoryObject *t) {
@@ -119,14 +115,9 @@ static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items
     NEVER(!PyList_Check(items), NULL);
     PyObject *origins = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
-        PyObject *item = PyList_GET_ITEM(items, i), *found = NULL;
-        if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
-        } else if (py_segment_usable(((TrajectoryObject *)item)->holder->segment, "Consumer")) {
-            found = lasting_of((TrajectoryObject *)item);
-        }
-        py_list_set(&origins, i, found);
+        const TrajectoryObject *t = py_as_trajectory(PyList_GET_ITEM(items, i));
+        bool usable = t != NULL && py_segment_usable(t->holder->segment, "Consumer");
+        py_list_set(&origins, i, usable ? lasting_of(t) : NULL);
     }
     return origins;
 }

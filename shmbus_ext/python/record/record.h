@@ -154,8 +154,15 @@ typedef struct {
     uint32_t leased; /* state of a lease by an earlier collector; or 0 */
 } TrajectoryObject;
 extern PyTypeObject TrajectoryType;
+/* The item as a trajectory, borrowed; NULL with a TypeError. */
+TrajectoryObject *py_as_trajectory(PyObject *item);
 TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_copy *copy,
                                     const struct record_ref *ref);
+/* A tuple of sizes. */
+PyObject *py_sizes(const uint64_t *sizes, int ndim);
+/* An array over `data` kept alive by `base`, which is not stolen; in new memory if `data` is NULL. */
+PyObject *py_array_over(PyArray_Descr *dtype, int ndim, const uint64_t *sizes, void *data, int flags,
+                        PyObject *base);
 /* False with an exception once the space may belong to a newer record. */
 bool py_trajectory_readable(const TrajectoryObject *self);
 /* Raise ValueError: the record changed after reading. */
