@@ -217,12 +217,10 @@ struct copy_job {
     _Atomic bool wrong;
 };
 
-/* Cut `sequences` sequences of `total` tokens into pieces; false with an exception. */
-bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total);
-/* Copy every piece without the interpreter lock. Return true if masks hold 0 and 1, logprobs and
- * advantages are finite, and logprobs at most 0. */
-bool py_copy_job_run(struct copy_job *job, uint32_t threads);
-void py_copy_job_clear(struct copy_job *job);
+/* Copy `sequences` sequences of `total` tokens without the interpreter lock. Return 1 if masks hold 0
+ * and 1, logprobs and advantages are finite, and logprobs at most 0; otherwise 0; -1 with an
+ * exception. */
+int py_copy_job_run(struct copy_job *job, Py_ssize_t sequences, uint64_t total, uint32_t threads);
 
 /* Registered by module.c. */
 extern PyMethodDef py_arrays_functions[];

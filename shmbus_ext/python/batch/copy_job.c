@@ -142,13 +142,7 @@ static void copy_piece(void *job, uint32_t number) {
 }
 
 /* A sequence without tokens still makes a piece, for its extra fields. */
-bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total) {
-    job->pieces = PyMem_Malloc((total / PIECE_TOKENS + (size_t)sequences + 1) *
-                               sizeof *job->pieces);
-    if (job->pieces == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
+static void cut(struct copy_job *job, Py_ssize_t sequences) {
     for (Py_ssize_t i = 0; i < sequences; i++) {
         uint64_t from = 0, length = job->sources[i].length;
         do {
@@ -158,15 +152,19 @@ bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total)
             from += tokens;
         } while (from < length);
     }
-    return true;
 }
 
-bool py_copy_job_run(struct copy_job *job, uint32_t threads) {
+int py_copy_job_run(struct copy_job *job, Py_ssize_t sequences, uint64_t total, uint32_t threads) {
+    job->pieces = PyMem_Malloc((total / PIECE_TOKENS + (size_t)sequences + 1) *
+                               sizeof *job->pieces);
+    if (job->pieces == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    cut(job, sequences);
     threads_run(threads, job->count, copy_piece, job);
-    return !RELAXED(job->wrong);
-}
-
-void py_copy_job_clear(struct copy_job *job) {
+    Py_END_ALLOW_THREADS
     PyMem_Free(job->pieces);
-    job->pieces = NULL;
+    return !RELAXED(job->wrong);
 }

@@ -148,11 +148,8 @@ static bool add_launch(PyObject *launches, uint64_t first, uint64_t chunks, uint
     for (int f = FIELDS - 1; f >= 0; f--, word >>= 8) {
         kinds[f] = (word & 0xff) == 0xff ? -1 : (int)(word & 0xff);
     }
-    PyObject *launch = Py_BuildValue("(KK(iiii))", U64(first), U64(chunks), kinds[0], kinds[1],
-                                     kinds[2], kinds[3]);
-    bool added = launch != NULL && PyList_Append(launches, launch) == 0;
-    Py_XDECREF(launch);
-    return added;
+    return py_append(launches, Py_BuildValue("(KK(iiii))", U64(first), U64(chunks), kinds[0],
+                                             kinds[1], kinds[2], kinds[3]));
 }
 
 /* Stable sort of chunks by signature, in order of first appearance. */

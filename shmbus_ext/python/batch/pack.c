@@ -176,20 +176,6 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
 
 /* ---- Copying ---- */
 
-/* Copy everything; 1 if the values pass the checks of py_copy_job_run, else 0; -1 on error. */
-static int copy_all(PackPlanObject *self, struct copy_job *job, uint32_t threads) {
-    int clean = -1;
-    if (py_copy_job_cut(job, self->count, self->total) &&
-        hold_all(self->sources, self->refs, self->count)) {
-        Py_BEGIN_ALLOW_THREADS
-        clean = py_copy_job_run(job, threads);
-        Py_END_ALLOW_THREADS
-        let_go_all(self->sources, self->refs, self->count);
-    }
-    py_copy_job_clear(job);
-    return clean;
-}
-
 /* gather(memory, advantages, flags, outs, threads) -> (arrays of the columns, True if masks hold 0
  * and 1, logprobs and advantages are finite, and logprobs at most 0). */
 static PyObject *py_plan_gather(PackPlanObject *self, PyObject *args) {
@@ -225,7 +211,11 @@ static PyObject *py_plan_gather(PackPlanObject *self, PyObject *args) {
     for (Py_ssize_t i = 0; i < self->count; i++) {
         borders[i + 1] = borders[i] + (int32_t)self->sources[i].length;
     }
-    const int clean = copy_all(self, &job, threads);
+    if (!hold_all(self->sources, self->refs, self->count)) {
+        return NULL;
+    }
+    const int clean = py_copy_job_run(&job, self->count, self->total, threads);
+    let_go_all(self->sources, self->refs, self->count);
     PyObject *result = clean < 0 ? NULL : PyTuple_New(COLUMNS + 1);
     if (result != NULL && !lay_out(result, memory, columns)) {
         Py_CLEAR(result);

@@ -117,12 +117,8 @@ static bool take_names(DeclaredSchemaObject *self) {
 
 static bool take_dtype(DeclaredSchemaObject *self, uint32_t i) {
     const struct declared_field *field = &self->parsed.fields[i];
-    PyObject *encoded =
-        PyBytes_FromStringAndSize((const char *)field->dtype, (Py_ssize_t)field->dtype_bytes);
-    self->dtypes[i] = encoded == NULL ? NULL
-                                      : py_decode_dtype(PyTuple_GET_ITEM(self->names, i), encoded,
-                                                        field->itemsize);
-    Py_XDECREF(encoded);
+    self->dtypes[i] = py_decode_dtype(PyTuple_GET_ITEM(self->names, i), field->dtype,
+                                      field->dtype_bytes, field->itemsize);
     if (self->dtypes[i] == NULL) {
         return false;
     }

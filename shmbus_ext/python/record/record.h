@@ -42,7 +42,6 @@ typedef struct schema_object {
     uint32_t count;
     uint8_t ndim[SHMBUS_MAX_FIELDS];
     uint16_t shape_at[SHMBUS_MAX_FIELDS]; /* word of the field's offset, followed by its sizes */
-    PyObject *dtype_names[SHMBUS_MAX_FIELDS];
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* resolved at first use */
     uint8_t kinds[SHMBUS_MAX_FIELDS];         /* enum element_kind */
 } SchemaObject;
@@ -54,7 +53,8 @@ int py_schema_find(const SchemaObject *self, PyObject *name);
  * missing. */
 int py_find_name(PyObject *names, uint32_t count, PyObject *name);
 /* Decode a dtype and check its itemsize; NULL with an exception. */
-PyArray_Descr *py_decode_dtype(PyObject *name, PyObject *encoded, uint32_t itemsize);
+PyArray_Descr *py_decode_dtype(PyObject *name, const void *text, uint32_t bytes,
+                               uint32_t itemsize);
 PyArray_Descr *py_schema_dtype(SchemaObject *self, int field);
 /* True for equal dtypes; substitutes for types unknown to NumPy compare by name. */
 bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other);
