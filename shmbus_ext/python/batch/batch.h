@@ -217,8 +217,8 @@ struct copy_job {
     _Atomic bool wrong;
 };
 
-/* Copy `sequences` sequences of `total` tokens without the interpreter lock. Return 1 if masks hold 0
- * and 1, logprobs and advantages are finite, and logprobs at most 0; otherwise 0; -1 with an
+/* Copy `sequences` sequences of `total` tokens without the interpreter lock. Return 1 if masks hold
+ * 0 and 1, logprobs and advantages are finite, and logprobs at most 0; otherwise 0; -1 with an
  * exception. */
 int py_copy_job_run(struct copy_job *job, Py_ssize_t sequences, uint64_t total, uint32_t threads);
 

@@ -112,8 +112,9 @@ static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
         return NULL;
     }
     NEVER(self->c.side >= 0 || self->c.file.read_only, NULL);
-    return py_companion_claimed(
-        &self->base, sides_claim(&self->c, (enum channel_side_name)side, label, (uint32_t)getpid()));
+    enum shared_status status =
+        sides_claim(&self->c, (enum channel_side_name)side, label, (uint32_t)getpid());
+    return py_companion_claimed(&self->base, status);
 }
 
 /* leave(reason): tell the peer about a voluntary end. */

@@ -6,8 +6,8 @@
 
 #include "ring/observe.h"
 
-/* Index of the shape word with the token count: of the tokens or, without them, of the record's first
- * field with rows; -1 if no field has rows. */
+/* Index of the shape word with the token count: of the tokens or, without them, of the record's
+ * first field with rows; -1 if no field has rows. */
 static int length_word(const SchemaObject *schema) {
     int at = py_schema_find(schema, py_word.tokens);
     for (int i = 0; at < 0 && i < (int)schema->count; i++) {

@@ -14,8 +14,8 @@ bool py_pool_is_reader(PoolObject *self) {
     return true;
 }
 
-/* pool_lease(pool, after[, version]): a PoolLease of the newest version after the sequence `after`, or
- * of the named version; or a status. */
+/* pool_lease(pool, after[, version]): a PoolLease of the newest version after the sequence `after`,
+ * or of the named version; or a status. */
 static PyObject *py_pool_lease(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     unsigned long long after;

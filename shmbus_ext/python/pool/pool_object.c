@@ -142,7 +142,8 @@ static PyObject *py_pool_refused(PoolObject *self, PyObject *args) {
     long long version;
     int code;
     const char *text;
-    if (!PyArg_ParseTuple(args, "KLis", &sequence, &version, &code, &text) || !py_pool_is_reader(self)) {
+    if (!PyArg_ParseTuple(args, "KLis", &sequence, &version, &code, &text) ||
+        !py_pool_is_reader(self)) {
         return NULL;
     }
     rows_refused(&self->c, sequence, version, code, text);

@@ -149,8 +149,8 @@ static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* relay_notes(segment, ended=False) -> [(entry, origin, state, end reason or -1)]: every entry in force,
- * or the settled entries of ended records that their source has not released yet. */
+/* relay_notes(segment, ended=False) -> [(entry, origin, state, end reason or -1)]: every entry in
+ * force, or the settled entries of ended records that their source has not released yet. */
 static PyObject *py_relay_notes(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
     int ended = 0;

@@ -145,8 +145,8 @@ SEGMENT_FUNCTION(py_leased_in_part, py_take_segment) {
     return PyBool_FromLong((long)RELAXED(header->leased_in_part));
 }
 
-/* leased_state(sample) -> (state, members): mark of an earlier collector's lease, and the lease's number
- * of members; zeros if unmarked. */
+/* leased_state(sample) -> (state, members): mark of an earlier collector's lease, and the lease's
+ * number of members; zeros if unmarked. */
 static PyObject *py_leased_state(PyObject *Py_UNUSED(module), PyObject *item) {
     uint32_t state = Py_IS_TYPE(item, &TrajectoryType) ? ((TrajectoryObject *)item)->leased : 0;
     return Py_BuildValue("(II)", state, state == 0 ? 0u : shmbus_leased_members(state));

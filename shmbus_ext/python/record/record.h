@@ -160,9 +160,9 @@ TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_co
                                     const struct record_ref *ref);
 /* A tuple of sizes. */
 PyObject *py_sizes(const uint64_t *sizes, int ndim);
-/* An array over `data` kept alive by `base`, which is not stolen; in new memory if `data` is NULL. */
-PyObject *py_array_over(PyArray_Descr *dtype, int ndim, const uint64_t *sizes, void *data, int flags,
-                        PyObject *base);
+/* An array over `data`, kept alive by `base`, which is not stolen; in new memory without `data`. */
+PyObject *py_array_over(PyArray_Descr *dtype, int ndim, const uint64_t *sizes, void *data,
+                        int flags, PyObject *base);
 /* False with an exception once the space may belong to a newer record. */
 bool py_trajectory_readable(const TrajectoryObject *self);
 /* Raise ValueError: the record changed after reading. */

@@ -28,8 +28,8 @@ PyObject *py_sizes(const uint64_t *sizes, int ndim) {
     return tuple;
 }
 
-PyObject *py_array_over(PyArray_Descr *dtype, int ndim, const uint64_t *sizes, void *data, int flags,
-                        PyObject *base) {
+PyObject *py_array_over(PyArray_Descr *dtype, int ndim, const uint64_t *sizes, void *data,
+                        int flags, PyObject *base) {
     npy_intp dims[SHMBUS_MAX_NDIM];
     for (int d = 0; d < ndim; d++) {
         dims[d] = (npy_intp)sizes[d];

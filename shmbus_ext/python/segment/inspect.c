@@ -14,8 +14,8 @@
 
 /* ---- locks ---- */
 
-/* lock_held(fd, byte, bytes=1) -> bool: True if a living process holds a lock in the range, whose length
- * 0 reaches to the end of every file. Works on a read-only fd. */
+/* lock_held(fd, byte, bytes=1) -> bool: True if a living process holds a lock in the range; 0 bytes
+ * reach to the end of every file. Works on a read-only fd. */
 static PyObject *py_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
     long long byte, bytes = 1;

@@ -202,9 +202,9 @@ SEGMENT_FUNCTION(py_request_rows, py_take_segment) {
             !request_count(&segment->c, row, number, &counts)) {
             continue;
         }
-        py_list_add(&found,
-                    Py_BuildValue("(IKNIII)", row, U64(number), PyBool_FromLong(request_is_admitted(&segment->c, row)),
-                                  counts.open, counts.claimed, counts.done));
+        PyObject *admitted = PyBool_FromLong(request_is_admitted(&segment->c, row));
+        py_list_add(&found, Py_BuildValue("(IKNIII)", row, U64(number), admitted, counts.open,
+                                          counts.claimed, counts.done));
     }
     return found;
 }

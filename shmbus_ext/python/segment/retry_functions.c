@@ -76,9 +76,10 @@ static PyObject *py_retry_take_back(PyObject *Py_UNUSED(module), PyObject *args)
 static PyObject *describe_request(uint32_t entry, const struct retry_entry *request) {
     PyObject *id = PyUnicode_DecodeUTF8(request->id, request->id_bytes, "replace");
     PyObject *reason = PyUnicode_DecodeUTF8(request->reason, request->reason_bytes, "replace");
-    return Py_BuildValue("(IKKNNIIIIINK)", entry, U64(request->number), U64(RELAXED(request->claim)), id,
-                         py_round(request->round), (unsigned int)request->split,
-                         request->group_size, (unsigned int)request->need, request->index, request->attempt, reason,
+    return Py_BuildValue("(IKKNNIIIIINK)", entry, U64(request->number),
+                         U64(RELAXED(request->claim)), id, py_round(request->round),
+                         (unsigned int)request->split, request->group_size,
+                         (unsigned int)request->need, request->index, request->attempt, reason,
                          U64(request->asked_ns));
 }
 
