@@ -131,10 +131,11 @@ class BusJournal:
         if ended == self._ended:
             return {}
         self._ended = ended
+        known = self._origins
         ends: dict[str, list[Origin]] = {}
-        for entry, origin, _, reason in _core.relay_notes(self._segment, True):
-            if entry in self._origins and reason >= 0:
-                ends.setdefault(REASONS[reason], []).append(origin)
+        for entry, _, _, reason in _core.relay_notes(self._segment, True):
+            if entry in known and reason >= 0:
+                ends.setdefault(REASONS[reason], []).append(known[entry])
         return ends
 
     def look_again(self) -> None:
