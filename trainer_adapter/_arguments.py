@@ -25,7 +25,7 @@ from shmbus.base.arguments import (
     known_device,
 )
 from shmbus.base.near_names import unknown_option
-from shmbus.batch.gather import MAX_SCORE, FieldNames, GatherThreads
+from shmbus.batch.gather import MAX_SCORE, MOST_THREADS, FieldNames
 from trainer_adapter.advantages import check_kind
 
 __all__ = [
@@ -48,7 +48,6 @@ __all__ = [
 #: Most ready batches: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
 #: Most threads for copying a batch, and their default.
-MOST_PACK_THREADS: Final = GatherThreads.MOST
 USUAL_PACK_THREADS: Final = 4
 #: Tokens of a batch without a given number of tokens or groups.
 DEFAULT_TOKENS_PER_BATCH: Final = 65_536
@@ -101,8 +100,8 @@ def check_fields(fields: object) -> None:
 
 
 def check_pack_threads(value: object) -> None:
-    """Raise TypeError or ValueError for a number of threads outside 1 to `MOST_PACK_THREADS`."""
-    check_int("pack_threads", value, 1, MOST_PACK_THREADS)
+    """Raise TypeError or ValueError for a number of threads outside 1 to `MOST_THREADS`."""
+    check_int("pack_threads", value, 1, MOST_THREADS)
 
 
 def checked_pack_threads(value: int | None, world_size: int) -> int:

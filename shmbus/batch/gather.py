@@ -30,8 +30,8 @@ ZEROED: Final[int] = _core.SAMPLE_ZEROED
 TOKEN: Final[int] = _core.EXTRA_TOKEN
 RAGGED: Final[int] = _core.EXTRA_RAGGED
 SEQUENCE: Final[int] = _core.EXTRA_SEQUENCE
-GatherThreads: TypeAlias = _core.GatherThreads
-"""Helpers that copy batches together with the caller of `gather`; `close` ends them."""
+#: Limit of the threads of a copy.
+MOST_THREADS: Final[int] = _core.MOST_THREADS
 PackPlan: TypeAlias = _core.PackPlan
 """The samples of a batch, measured once for every copy; made by `measure`."""
 
@@ -156,7 +156,7 @@ def gather(
     advantages: NDArray[np.float32],
     flags: NDArray[np.uint8] | None = None,
     outs: tuple[NDArray[np.uint8], ...] = (),
-    threads: GatherThreads | None = None,
+    threads: int = 1,
 ) -> PackedBatch:
     """Copy the samples of a plan one behind the other into a packed batch.
 
@@ -172,8 +172,8 @@ def gather(
         `MASKED` and `ZEROED` samples.
     outs : tuple of uint8 [bytes]
         Destination of each extra field.
-    threads : GatherThreads, optional
-        They copy together with the caller.
+    threads : int
+        Threads of the copy, with the caller's.
 
     Returns
     -------

@@ -269,10 +269,10 @@ def _check_locks() -> Iterator[Finding]:
     with tempfile.TemporaryFile(dir=_SHM, prefix="shmbus-doctor-") as file:
         holder = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            works = _core.lock_all(holder) and _core.any_lock_held(file.fileno())
+            works = _core.lock_all(holder) and _core.lock_held(file.fileno(), 0, 0)
         finally:
             os.close(holder)
-        works = works and not _core.any_lock_held(file.fileno())
+        works = works and not _core.lock_held(file.fileno(), 0, 0)
     if works:
         yield Finding("file_locks", "ok", "locks on /dev/shm end with their owner")
     else:

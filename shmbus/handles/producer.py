@@ -689,7 +689,9 @@ class Producer(_core.Writer, ClosedByAnyWith):
         request = self._request_state.taken.get((make_key(str(instance_id), round, number), index))
         if group_size is None and request is not None and request.group_size:
             group_size, need = request.group_size, request.need
-        (self._fail_unsized if group_size is None else self._fail)(
+        self._answer(
+            None,
+            _core.FLAG_FAILED | (_core.FLAG_NO_SIZE if group_size is None else 0),
             instance_id,
             group_size=index + 1 if group_size is None else group_size,
             need=need,

@@ -6,6 +6,7 @@ For a stuck or damaged bus, or a bus of another layout. The dump reads the file 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -203,7 +204,7 @@ def _records(
 ) -> tuple[list[RecordView], int]:
     shown: list[RecordView] = []
     omitted = 0
-    now = _core.monotonic_ns()
+    now = time.monotonic_ns()
     for run in runs:
         if len(shown) >= limit:
             scan = file.scan(run, 2**64 - 1)

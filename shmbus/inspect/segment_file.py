@@ -372,7 +372,7 @@ class SegmentFile(ClosedByWith):
 
     def in_use(self) -> bool:
         """Tell if a living process, in an arbitrary container, holds this segment open."""
-        return _core.any_lock_held(self.fd)
+        return _core.lock_held(self.fd, 0, 0)
 
     def slot_alive(self, slot: int) -> bool:
         """Tell if a living process owns the slot."""

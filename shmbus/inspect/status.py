@@ -238,7 +238,7 @@ def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
     def note(what: str) -> int:
         return int(header[f"collector_{what}"]) if alive else 0
 
-    now_ns = _core.monotonic_ns()
+    now_ns = time.monotonic_ns()
     lease_ns = note("lease_ns") if note("leased_groups") else 0
     return CollectorStatus(
         alive=alive,
@@ -278,7 +278,7 @@ def _producers(
     found = []
     held = _held_bytes(runs)
     activity = _activity(file, runs) if walk else {}
-    now_ns = _core.monotonic_ns()
+    now_ns = time.monotonic_ns()
     rows = file.slots()[:-1]
     used = np.flatnonzero(rows["producer_id"])
     names = ("producer_id", "pid", "label", "state", "committed", "aborted")

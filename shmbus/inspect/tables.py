@@ -92,7 +92,7 @@ def _rows(file: SegmentFile) -> Iterator[tuple[bytes, Any]]:
 
 def read_wanted(file: SegmentFile) -> list[WantedStatus]:
     """Read the open retry requests, in the order of publication."""
-    now_ns = _core.monotonic_ns()
+    now_ns = time.monotonic_ns()
     found = []
     for entry, row in _rows(file):
         if int(row["attempt"]) == _core.RETRY_PAUSE:
@@ -226,7 +226,7 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
             printable(file.split_label(split)): (is_open, claimed)
             for split, (is_open, claimed) in splits.items()
         },
-        taken_s=max(0.0, (_core.monotonic_ns() - taken_ns) / 1e9) if taken_ns else None,
+        taken_s=max(0.0, (time.monotonic_ns() - taken_ns) / 1e9) if taken_ns else None,
     )
 
 
@@ -317,7 +317,7 @@ def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[dict[str, Any]]]:
         ahead_s=named["ahead"],
         trainers_s=named["groups"],
     )
-    now_ns = _core.monotonic_ns()
+    now_ns = time.monotonic_ns()
     columns = (
         rows[name].tolist()
         for name in ("released", "given_back", "failed", "rests_until_ns", "reason")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from array import array
 from collections.abc import Iterator
 from typing import Final
@@ -22,7 +23,6 @@ from shmbus.data import encoding
 from shmbus.data.status_types import GroupCells, SampleCell
 from shmbus.inspect.records import RecordRow, Run
 from shmbus.inspect.segment_file import SegmentFile
-from shmbus_ext import _core
 
 
 def counters(file: SegmentFile) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -162,7 +162,7 @@ class OpenGroups:
                 self.whole.append((row.instance_id, row.round, file.split_label(row.split)))
         self.complete = len(self.whole)
         self.incomplete = len(groups)
-        self._file, self._groups, self._now_ns = file, groups, _core.monotonic_ns()
+        self._file, self._groups, self._now_ns = file, groups, time.monotonic_ns()
 
     def cells(self, count: int) -> tuple[list[GroupCells], int]:
         """Show the oldest incomplete groups sample by sample, before `file` is closed."""

@@ -111,7 +111,7 @@ class PoolReader(_core.ClosedByBlock):
 
     def at(self, version: int) -> VersionLease:
         """Lease a version by number; an old version lasts while a reader leases it."""
-        got = _core.pool_lease_version(self._pool, check_int64("version", version))
+        got = _core.pool_lease(self._pool, 0, check_int64("version", version))
         if isinstance(got, _core.PoolLease):
             return VersionLease(self, got)
         status = status_of_pool(self.bus, self.kind, self._pool)

@@ -132,10 +132,11 @@ class BusJournal:
             return {}
         self._ended = ended
         known = self._origins
-        return {
-            REASONS[reason]: [known[entry] for entry in array("I", entries) if entry in known]
-            for reason, entries in _core.relay_ends(self._segment).items()
-        }
+        ends: dict[str, list[Origin]] = {}
+        for entry, _, _, reason in _core.relay_notes(self._segment, True):
+            if entry in known and reason >= 0:
+                ends.setdefault(REASONS[reason], []).append(known[entry])
+        return ends
 
     def look_again(self) -> None:
         """Make `ends` return every end again, even without a new end."""

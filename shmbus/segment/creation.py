@@ -331,7 +331,7 @@ def _unfinished(name: str) -> os.stat_result | None:
         return None
     try:
         found = os.fstat(fd)
-        return None if has_magic(fd) or _core.any_lock_held(fd) else found
+        return None if has_magic(fd) or _core.lock_held(fd, 0, 0) else found
     except (errors.ShmbusError, OSError):
         return None
     finally:

@@ -118,7 +118,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
         for number, label, _, _, _, ready, _ in _core.splits(segment)
         if attached and ready and number != _core.SPLIT_TRAIN
     ]
-    lag_s = (_core.monotonic_ns() - collector["seen_ns"]) / 1e9
+    lag_s = (time.monotonic_ns() - collector["seen_ns"]) / 1e9
     if not collector["seen_ns"]:
         parts.append("no consumer has ever read this bus: start one")
     elif not attached:
@@ -145,7 +145,7 @@ def requests_text(segment: _core.Segment) -> str:
     _, open_, claimed, _, _, groups, taken_ns, free, room = _core.request_totals(segment)
     workers, _, _ = segment.tally()
     if taken_ns:
-        ago_s = (_core.monotonic_ns() - taken_ns) / 1e9
+        ago_s = (time.monotonic_ns() - taken_ns) / 1e9
         served = f"a worker took the last sample {show_duration(max(0.0, ago_s))} ago"
     else:
         served = "nobody has ever taken a sample: start workers that call Producer.requests.next"

@@ -201,7 +201,7 @@ def abandoned() -> dict[str, int]:
         try:
             info = os.fstat(fd)
             ours = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid()
-            if ours and not (_core.any_lock_held(fd) if segment else not try_lock(fd)):
+            if ours and not (_core.lock_held(fd, 0, 0) if segment else not try_lock(fd)):
                 found[entry.path] = info.st_blocks * 512
         finally:
             os.close(fd)

@@ -265,7 +265,7 @@ class Collector:
 
         These are a loaded checkpoint's, and those whose end is not yet in the relay's kept file.
         """
-        return self.trained.union(_core.relay_ended(self.segment))
+        return self.trained.union(note[1] for note in _core.relay_notes(self.segment, True))
 
     def trained_before(self, step: int) -> TrainedBefore:
         """Return ended samples that may still come."""

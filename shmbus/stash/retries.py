@@ -163,7 +163,7 @@ class Retries:
         row, since_ns = self._pause
         assert lane.reason is not None
         _core.retry_publish(
-            self._segment, row, _core.monotonic_ns(), "-", since_ns, _core.SPLIT_TRAIN,
+            self._segment, row, time.monotonic_ns(), "-", since_ns, _core.SPLIT_TRAIN,
             0, 0, 0, _core.RETRY_PAUSE, _text(lane.reason),
         )  # fmt: skip
         lane.probe(now_s)
@@ -231,7 +231,7 @@ def publish_row(
         segment,
         row,
         # Grows over collectors too: a claim always refers to the request its producer saw.
-        _core.monotonic_ns(),
+        time.monotonic_ns(),
         id_,
         _core.NO_ROUND if round is None else round,
         split,

@@ -174,10 +174,11 @@ class Stash(Generic[S]):
     # -- groups of an earlier collector ---------------------------------------------------------
 
     def _inherit(self, sample: S, now_s: float) -> None:
-        lease = sample.key, _core.leased_state(sample)
+        state, wanted = _core.leased_state(sample)
+        lease = sample.key, state
         members = self.inherited.setdefault(lease, [])
         members.append(sample)
-        if len(members) == _core.leased_members(lease[1]):
+        if len(members) == wanted:
             del self.inherited[lease]
             self._make_again(sorted(members, key=lambda each: each.index), now_s)
         self._note_failing()

@@ -23,13 +23,6 @@ static enum lock_status take_lock(int fd, struct flock range) {
     return errno == EAGAIN || errno == EACCES ? LOCK_HELD_ELSEWHERE : LOCK_ERROR;
 }
 
-static enum lock_status probe_lock(int fd, struct flock range) {
-    if (fcntl(fd, F_OFD_GETLK, &range) != 0) {
-        return LOCK_ERROR;
-    }
-    return range.l_type == F_UNLCK ? LOCK_TAKEN : LOCK_HELD_ELSEWHERE;
-}
-
 enum lock_status file_lock_take(int fd, int64_t byte) {
     return take_lock(fd, lock_range(byte, 1, F_WRLCK));
 }
@@ -44,7 +37,8 @@ void file_lock_drop(int fd, int64_t byte) {
 }
 
 enum lock_status file_lock_probe(int fd, int64_t byte) {
-    return probe_lock(fd, lock_range(byte, 1, F_WRLCK));
+    int64_t bytes = 1;
+    return file_lock_find(fd, &byte, &bytes);
 }
 
 enum lock_status file_lock_share_range(int fd, int64_t start, int64_t bytes) {
@@ -71,8 +65,4 @@ enum lock_status file_lock_find(int fd, int64_t *start, int64_t *bytes) {
 /* Length 0 reaches to the last possible byte of a file. */
 enum lock_status file_lock_take_all(int fd) {
     return take_lock(fd, lock_range(0, 0, F_WRLCK));
-}
-
-enum lock_status file_lock_probe_all(int fd) {
-    return probe_lock(fd, lock_range(0, 0, F_WRLCK));
 }

@@ -22,6 +22,5 @@ void file_lock_drop_range(int fd, int64_t start, int64_t bytes);
 enum lock_status file_lock_find(int fd, int64_t *start, int64_t *bytes);
 /* Locks every byte at once: succeeds only if no foreign description holds a lock. */
 enum lock_status file_lock_take_all(int fd);
-enum lock_status file_lock_probe_all(int fd);
 
 #endif

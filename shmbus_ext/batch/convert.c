@@ -11,8 +11,11 @@
 #define WIDEST
 #endif
 
+typedef void converter(void *restrict dst, const void *restrict src, uint64_t n);
+
 #define CONVERT(name, from, to, expression)                                                        \
-    WIDEST static void name(to *restrict dst, const void *restrict source, uint64_t n) {          \
+    WIDEST static void name(void *restrict target, const void *restrict source, uint64_t n) {     \
+        to *restrict dst = target;                                                                 \
         const from *restrict src = source;                                                         \
         for (uint64_t i = 0; i < n; i++) {                                                         \
             dst[i] = (to)(expression);                                                             \
@@ -25,6 +28,7 @@ CONVERT(i64_from_i16, int16_t, int64_t, src[i])
 CONVERT(i64_from_u16, uint16_t, int64_t, src[i])
 CONVERT(i64_from_i32, int32_t, int64_t, src[i])
 CONVERT(i64_from_u32, uint32_t, int64_t, src[i])
+CONVERT(i64_from_64, uint64_t, int64_t, src[i])
 CONVERT(f32_from_f64, double, float, src[i])
 CONVERT(bool_from_8, uint8_t, uint8_t, src[i] != 0)
 CONVERT(bool_from_16, uint16_t, uint8_t, src[i] != 0)
@@ -33,74 +37,32 @@ CONVERT(bool_from_64, uint64_t, uint8_t, src[i] != 0)
 CONVERT(bool_from_f32, float, uint8_t, src[i] != 0)
 CONVERT(bool_from_f64, double, uint8_t, src[i] != 0)
 
-bool gather_i64(int64_t *dst, const void *src, enum element_kind kind, uint64_t n) {
-    switch (kind) {
-    case ELEMENT_I8:
-        i64_from_i8(dst, src, n);
-        return true;
-    case ELEMENT_BOOL:
-    case ELEMENT_U8:
-        i64_from_u8(dst, src, n);
-        return true;
-    case ELEMENT_I16:
-        i64_from_i16(dst, src, n);
-        return true;
-    case ELEMENT_U16:
-        i64_from_u16(dst, src, n);
-        return true;
-    case ELEMENT_I32:
-        i64_from_i32(dst, src, n);
-        return true;
-    case ELEMENT_U32:
-        i64_from_u32(dst, src, n);
-        return true;
-    case ELEMENT_I64:
-    case ELEMENT_U64:
-        memcpy(dst, src, n * 8);
-        return true;
-    default:
-        return false;
-    }
+static converter *const to_i64[ELEMENT_OTHER] = {
+    [ELEMENT_BOOL] = i64_from_u8, [ELEMENT_I8] = i64_from_i8,   [ELEMENT_U8] = i64_from_u8,
+    [ELEMENT_I16] = i64_from_i16, [ELEMENT_U16] = i64_from_u16, [ELEMENT_I32] = i64_from_i32,
+    [ELEMENT_U32] = i64_from_u32, [ELEMENT_I64] = i64_from_64,  [ELEMENT_U64] = i64_from_64,
+};
+
+static converter *const to_bool[ELEMENT_OTHER] = {
+    [ELEMENT_BOOL] = bool_from_8, [ELEMENT_I8] = bool_from_8,   [ELEMENT_U8] = bool_from_8,
+    [ELEMENT_I16] = bool_from_16, [ELEMENT_U16] = bool_from_16, [ELEMENT_I32] = bool_from_32,
+    [ELEMENT_U32] = bool_from_32, [ELEMENT_I64] = bool_from_64, [ELEMENT_U64] = bool_from_64,
+    [ELEMENT_F32] = bool_from_f32, [ELEMENT_F64] = bool_from_f64,
+};
+
+void gather_i64(int64_t *dst, const void *src, enum element_kind kind, uint64_t n) {
+    to_i64[kind](dst, src, n);
 }
 
-bool gather_f32(float *dst, const void *src, enum element_kind kind, uint64_t n) {
+void gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t n) {
+    to_bool[kind](dst, src, n);
+}
+
+void gather_f32(float *dst, const void *src, enum element_kind kind, uint64_t n) {
     if (kind == ELEMENT_F32) {
         memcpy(dst, src, n * 4);
-    } else if (kind == ELEMENT_F64) {
-        f32_from_f64(dst, src, n);
     } else {
-        return false;
-    }
-    return true;
-}
-
-bool gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t n) {
-    switch (kind) {
-    case ELEMENT_BOOL:
-    case ELEMENT_I8:
-    case ELEMENT_U8:
-        bool_from_8(dst, src, n);
-        return true;
-    case ELEMENT_I16:
-    case ELEMENT_U16:
-        bool_from_16(dst, src, n);
-        return true;
-    case ELEMENT_I32:
-    case ELEMENT_U32:
-        bool_from_32(dst, src, n);
-        return true;
-    case ELEMENT_I64:
-    case ELEMENT_U64:
-        bool_from_64(dst, src, n);
-        return true;
-    case ELEMENT_F32:
-        bool_from_f32(dst, src, n);
-        return true;
-    case ELEMENT_F64:
-        bool_from_f64(dst, src, n);
-        return true;
-    default:
-        return false;
+        f32_from_f64(dst, src, n);
     }
 }
 
@@ -211,7 +173,8 @@ WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
 
 /* WRONG(value): zero for 0 and 1. In the element's own type, a vector holds the most elements. */
 #define FLAGS_OF(name, type, found_type, WRONG)                                                  \
-    WIDEST static bool any_no_flag_##name(const type *values, uint64_t n) {                      \
+    WIDEST static bool any_no_flag_##name(const void *source, uint64_t n) {                      \
+        const type *values = source;                                                             \
         found_type found = 0;                                                                    \
         for (uint64_t i = 0; i < n; i++) {                                                       \
             found = (found_type)(found | WRONG(values[i]));                                      \
@@ -230,29 +193,15 @@ FLAGS_OF(64, uint64_t, uint64_t, HIGH_BITS_64)
 FLAGS_OF(f32, float, uint32_t, NEITHER)
 FLAGS_OF(f64, double, uint32_t, NEITHER)
 
+static bool (*const any_no_flag[ELEMENT_OTHER])(const void *, uint64_t) = {
+    [ELEMENT_BOOL] = any_no_flag_8, [ELEMENT_I8] = any_no_flag_8,   [ELEMENT_U8] = any_no_flag_8,
+    [ELEMENT_I16] = any_no_flag_16, [ELEMENT_U16] = any_no_flag_16, [ELEMENT_I32] = any_no_flag_32,
+    [ELEMENT_U32] = any_no_flag_32, [ELEMENT_I64] = any_no_flag_64, [ELEMENT_U64] = any_no_flag_64,
+    [ELEMENT_F32] = any_no_flag_f32, [ELEMENT_F64] = any_no_flag_f64,
+};
+
 bool gather_any_no_flag(const void *values, enum element_kind kind, uint64_t n) {
-    switch (kind) {
-    case ELEMENT_BOOL:
-    case ELEMENT_I8:
-    case ELEMENT_U8:
-        return any_no_flag_8(values, n);
-    case ELEMENT_I16:
-    case ELEMENT_U16:
-        return any_no_flag_16(values, n);
-    case ELEMENT_I32:
-    case ELEMENT_U32:
-        return any_no_flag_32(values, n);
-    case ELEMENT_I64:
-    case ELEMENT_U64:
-        return any_no_flag_64(values, n);
-    case ELEMENT_F32:
-        return any_no_flag_f32(values, n);
-    case ELEMENT_F64:
-        return any_no_flag_f64(values, n);
-    case ELEMENT_OTHER:
-        break;
-    }
-    return true;
+    return any_no_flag[kind](values, n);
 }
 
 WIDEST bool gather_any_no_logprob(const float *values, uint64_t n) {

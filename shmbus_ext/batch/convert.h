@@ -23,10 +23,10 @@ enum element_kind {
     ELEMENT_OTHER,
 };
 
-/* False for a kind without a conversion. */
-bool gather_i64(int64_t *dst, const void *src, enum element_kind kind, uint64_t n);
-bool gather_f32(float *dst, const void *src, enum element_kind kind, uint64_t n);
-bool gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t n);
+/* Integers and bools; floats; any number. The caller has checked the kind. */
+void gather_i64(int64_t *dst, const void *src, enum element_kind kind, uint64_t n);
+void gather_f32(float *dst, const void *src, enum element_kind kind, uint64_t n);
+void gather_bool(uint8_t *dst, const void *src, enum element_kind kind, uint64_t n);
 
 /* The columns of some tokens in the usual kinds: tokens of ELEMENT_I32, a mask of ELEMENT_BOOL, _I8
  * or _U8, and logprobs of ELEMENT_F32, with 0 for masked positions. Values equal the results of the

@@ -18,32 +18,22 @@
 #endif
 #include <numpy/arrayobject.h>
 #include <structmember.h>
+#include <assert.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
-/* An attribute name to intern, and the variable for the interned string. */
-struct word_note {
-    PyObject **at;
-    const char *text;
-};
-static inline bool py_intern_words(const struct word_note *words, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        *words[i].at = PyUnicode_InternFromString(words[i].text);
-        if (*words[i].at == NULL) {
-            return false;
-        }
-    }
-    return true;
-}
-#define INTERN_WORDS(words) py_intern_words(words, sizeof(words) / sizeof *(words))
+/* Interned names of attributes, arguments and fields, as module.c spells them. */
+extern struct py_words {
+    PyObject *advantages, *close, *failed, *group_size, *index, *instance_id, *key, *leased,
+        *logprobs, *loss_mask, *max_groups, *meta, *nbytes, *need, *number, *places,
+        *policy_version, *round, *row_lengths, *rows, *samples, *score, *size, *split, *take,
+        *timeout, *tokens;
+} py_word;
 
-/* Numbers of the core exported to Python; a NULL ends a table. */
-struct named_value {
-    const char *name;
-    long value;
-};
+/* Numbers and texts shared with Python; false with an exception. */
+bool py_add_constants(PyObject *module);
 
 /* Add an object; steals the reference. False with an exception, also for NULL. */
 static inline bool py_add_object(PyObject *module, const char *name, PyObject *object) {
@@ -125,9 +115,17 @@ static inline void py_dict_put(PyObject **dictionary, PyObject *key, PyObject *v
     Py_XDECREF(value);
 }
 
-/* Text of a fixed field in a private copy of a row: other processes may write a shared row. */
-#define FIELD_TEXT(field) \
-    PyUnicode_DecodeUTF8((field), (Py_ssize_t)strnlen((field), sizeof(field)), "replace")
+/* Text of a fixed field, of at most PY_FIELD_BYTES: from a copy, as other processes may write a
+ * shared row. */
+#define PY_FIELD_BYTES 160
+static inline PyObject *py_field_text(const char *field, size_t room) {
+    char copy[PY_FIELD_BYTES];
+    assert(room <= sizeof copy);
+    memcpy(copy, field, room);
+    const char *end = memchr(copy, 0, room);
+    return PyUnicode_DecodeUTF8(copy, end == NULL ? (Py_ssize_t)room : end - copy, "replace");
+}
+#define FIELD_TEXT(field) py_field_text((field), sizeof(field))
 
 /* In a setter: false with a TypeError for a deletion. */
 static inline bool py_is_given(const PyObject *value, const char *name) {

@@ -33,18 +33,8 @@ bool py_companion_is_own(const CompanionObject *self) {
 }
 
 bool py_companion_usable(CompanionObject *self) {
-    if (self->generation != fork_generation) {
-        return py_refuse(
-            hooks.closed_error,
-            "%s '%U': this handle was made in process %d, before a fork; make a new one "
-            "in this process",
-            self->kind->noun, self->name, self->pid);
-    }
-    if (self->handle_closed) {
-        return py_refuse(hooks.closed_error, "%s '%U': this handle is closed; make a new one",
-                         self->kind->noun, self->name);
-    }
-    return true;
+    return py_handle_usable(self->kind->noun, self->name, "handle", self->generation, self->pid,
+                            self->handle_closed);
 }
 
 static void shut(CompanionObject *self) {
@@ -132,8 +122,37 @@ PyObject *py_companion_close(CompanionObject *self, PyObject *Py_UNUSED(ignored)
     Py_RETURN_NONE;
 }
 
-PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t ticket,
-                            double timeout_s) {
+PyObject *py_companion_status(CompanionObject *self, enum shared_status status) {
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(self)
+                                         : PyLong_FromLong(status);
+}
+
+PyObject *py_companion_claimed(CompanionObject *self, enum shared_status status) {
+    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(self)
+                                         : PyBool_FromLong(status == SHARED_OK);
+}
+
+/* A bell of a usable handle; NULL with an exception. */
+static struct bell *bell_of(CompanionObject *self, unsigned int number) {
+    struct bell *bell = py_companion_usable(self) ? self->kind->bell(self, number) : NULL;
+    NEVER(bell == NULL && !PyErr_Occurred(), NULL);
+    return bell;
+}
+
+PyObject *py_companion_announce(CompanionObject *self, PyObject *args) {
+    unsigned int number;
+    struct bell *bell = PyArg_ParseTuple(args, "I", &number) ? bell_of(self, number) : NULL;
+    return bell == NULL ? NULL : PyLong_FromUnsignedLong(bell_announce(bell));
+}
+
+PyObject *py_companion_wait(CompanionObject *self, PyObject *args) {
+    unsigned int number, ticket;
+    double timeout_s;
+    struct bell *bell =
+        PyArg_ParseTuple(args, "IId", &number, &ticket, &timeout_s) ? bell_of(self, number) : NULL;
+    if (bell == NULL) {
+        return NULL;
+    }
     timeout_s = timeout_s > 0 ? timeout_s < 3600 ? timeout_s : 3600 : 0;
     enum bell_wait result;
     py_companion_add_user(self); /* a second thread may close the handle meanwhile */
@@ -146,12 +165,3 @@ PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t t
     }
     return PyBool_FromLong(result == BELL_RUNG);
 }
-
-/* Results of opening a segment, or of claiming a place. */
-const struct named_value py_companion_constants[] = {
-    {"SHARED_NO_SPACE", SHARED_NO_SPACE},         {"SHARED_UNFINISHED", SHARED_UNFINISHED},
-    {"SHARED_BAD_MAGIC", SHARED_BAD_MAGIC},       {"SHARED_BAD_VERSION", SHARED_BAD_VERSION},
-    {"SHARED_BAD_GEOMETRY", SHARED_BAD_GEOMETRY}, {"SHARED_TRUNCATED", SHARED_TRUNCATED},
-    {"SHARED_NOTHING", SHARED_NOTHING},           {"SHARED_HELD", SHARED_HELD},
-    {"SHARED_DAMAGED", SHARED_DAMAGED},           {NULL, 0},
-};

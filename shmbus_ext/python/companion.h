@@ -18,6 +18,7 @@ struct companion_kind {
     enum shared_status (*open)(CompanionObject *self, int fd, bool read_only);
     void (*shut)(CompanionObject *self);    /* drops mapping and locks, before the fd closes */
     void (*isolate)(CompanionObject *self); /* in a forked child */
+    struct bell *(*bell)(CompanionObject *self, unsigned int number); /* NULL for a wrong number */
 };
 
 struct companion {
@@ -31,7 +32,6 @@ struct companion {
     uint32_t users;
 };
 
-extern const struct named_value py_companion_constants[];
 bool py_companion_init_fork(void);
 CompanionObject *py_companion_alloc(PyTypeObject *type, const struct companion_kind *kind,
                                     PyObject *name);
@@ -48,10 +48,15 @@ bool py_companion_usable(CompanionObject *self);
 bool py_companion_is_own(const CompanionObject *self);
 void py_companion_add_user(CompanionObject *self);
 void py_companion_drop_user(CompanionObject *self);
-/* Wait for a ring, at most an hour; True if rung. */
-PyObject *py_companion_wait(CompanionObject *self, struct bell *bell, uint32_t ticket,
-                            double timeout_s);
+/* announce(bell): a ticket to wait for the bell's next ring. */
+PyObject *py_companion_announce(CompanionObject *self, PyObject *args);
+/* wait(bell, ticket, timeout_s): True if the bell rang, after at most an hour. */
+PyObject *py_companion_wait(CompanionObject *self, PyObject *args);
 /* Raise OSError of errno with the handle's name; return NULL. */
 PyObject *py_companion_system_error(CompanionObject *self);
+/* The number of a status; NULL with OSError for a system error. */
+PyObject *py_companion_status(CompanionObject *self, enum shared_status status);
+/* Likewise for a claim: True once claimed, False for a place held elsewhere. */
+PyObject *py_companion_claimed(CompanionObject *self, enum shared_status status);
 
 #endif

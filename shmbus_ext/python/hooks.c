@@ -25,25 +25,19 @@ void py_raise_hook(PyObject *hook, PyObject *arguments) {
 /* The code treats the struct as an array of its members. */
 _Static_assert(sizeof(struct hooks) == 18 * sizeof(PyObject *), "hooks are pointers alone");
 
-static PyObject *py_install(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"closed_error",    "too_large_error", "unscored_error", "full_error",
-                            "busy_error",      "removed_error",   "layout_error",   "space_error",
-                            "memory_error",    "encode_meta",     "decode_meta",    "encode_dtype",
-                            "decode_dtype",    "as_array",        "copy_trajectory",
-                            "unknown_field",   "join_rows",       "rows_of",        NULL};
-    struct hooks got;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "$OOOOOOOOOOOOOOOOOO", names, &got.closed_error, &got.too_large_error,
-            &got.unscored_error, &got.full_error, &got.busy_error, &got.removed_error, &got.layout_error,
-            &got.space_error, &got.memory_error, &got.encode_meta, &got.decode_meta,
-            &got.encode_dtype, &got.decode_dtype, &got.as_array, &got.copy_trajectory,
-            &got.unknown_field, &got.join_rows, &got.rows_of)) {
-        return NULL;
-    }
-    PyObject **from = (PyObject **)&got;
+static PyObject *py_install(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args),
+                            PyObject *kwargs) {
+    static const char *const names[] = {
+        "closed_error",    "too_large_error", "unscored_error", "full_error",    "busy_error",
+        "removed_error",   "layout_error",    "space_error",    "memory_error",  "encode_meta",
+        "decode_meta",     "encode_dtype",    "decode_dtype",   "as_array",      "copy_trajectory",
+        "unknown_field",   "join_rows",       "rows_of",
+    };
     PyObject **to = (PyObject **)&hooks;
-    for (size_t i = 0; i < sizeof hooks / sizeof *to; i++) {
-        Py_XSETREF(to[i], Py_NewRef(from[i]));
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        PyObject *hook = kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, names[i]);
+        NEVER(hook == NULL, NULL);
+        Py_XSETREF(to[i], Py_NewRef(hook));
     }
     Py_RETURN_NONE;
 }

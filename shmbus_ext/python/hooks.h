@@ -56,6 +56,5 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
 extern PyMethodDef py_uninterrupted_functions[];
 /* Base class: the end of a `with` block calls `close()`, before a signal handler can run. */
 extern PyTypeObject ClosedByBlockType;
-bool py_closing_init(void);
 
 #endif

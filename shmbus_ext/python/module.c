@@ -2,7 +2,6 @@
 #define SHMBUS_IMPORTS_NUMPY
 
 #include "base/checksum.h"
-#include "base/clock.h"
 #include "python/batch/batch.h"
 #include "python/channel/channel.h"
 #include "python/companion.h"
@@ -29,13 +28,8 @@ static PyObject *py_crc32c(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyLong_FromUnsignedLong(crc);
 }
 
-static PyObject *py_monotonic_ns(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
-    return PyLong_FromUnsignedLongLong(clock_monotonic_ns());
-}
-
 static PyMethodDef functions[] = {
     {"crc32c", py_crc32c, METH_VARARGS, NULL},
-    {"monotonic_ns", py_monotonic_ns, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -58,8 +52,7 @@ static bool add_types(PyObject *module) {
         {"PoolWrite", &PoolWriteType},
         {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},
         {"ClosedByBlock", &ClosedByBlockType},
-        {"DeclaredSchema", &DeclaredSchemaType}, {"GatherThreads", &GatherThreadsType},
-        {"PackPlan", &PackPlanType},
+        {"DeclaredSchema", &DeclaredSchemaType}, {"PackPlan", &PackPlanType},
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
         if (PyType_Ready(types[i].type) < 0 ||
@@ -70,59 +63,30 @@ static bool add_types(PyObject *module) {
     return true;
 }
 
-static const struct named_value constants[] = {
-    {"LAYOUT_VERSION", SHMBUS_LAYOUT_VERSION},
-    {"LAYOUT_HASH", (long)SHMBUS_LAYOUT_HASH},
-    {"NO_ROUND", (long)SHMBUS_NO_ROUND},
-    {"PAGE", SHMBUS_PAGE},
-    {"RECORD_ALIGN", SHMBUS_RECORD_ALIGN},
-    {"RECORD_HEADER_BYTES", sizeof(struct record_header)},
-    {"MAX_ID_BYTES", SHMBUS_MAX_ID_BYTES},
-    {"MAX_FIELDS", SHMBUS_MAX_FIELDS},
-    {"MAX_NDIM", SHMBUS_MAX_NDIM},
-    {"MAX_GROUP_SIZE", SHMBUS_MAX_GROUP_SIZE},
-    {"MAX_PRODUCERS", SHMBUS_MAX_PRODUCERS},
-    {"MAX_DIMENSION_NAMES", SHMBUS_MAX_DIMENSION_NAMES},
-    {"MAX_DECLARED_BYTES", SHMBUS_DECLARED_BYTES},
-    {"DECLARED_OPTIONAL", SHMBUS_DECLARED_OPTIONAL},
-    {"DECLARED_ANY_SHAPE", SHMBUS_DECLARED_ANY_SHAPE},
-    {"DIMENSION_FREE", (long)SHMBUS_DIMENSION_FREE},
-    {"DIMENSION_NAMED", (long)SHMBUS_DIMENSION_NAMED},
-    {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the terminating byte */
-    {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1}, /* likewise */
-    {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
-    {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},
-    {"PLACE_BYTES", sizeof(struct wire_place)},
-    {"SLOT_FREE", SHMBUS_SLOT_FREE},
-    {"SLOT_ACTIVE", SHMBUS_SLOT_ACTIVE},
-    {"SLOT_CLOSED", SHMBUS_SLOT_CLOSED},
-    {"ACKED", SHMBUS_ACKED},
-    {"DROP_DUPLICATE", SHMBUS_DROP_DUPLICATE},
-    {"DROP_MALFORMED", SHMBUS_DROP_MALFORMED},
-    {"DROP_CORRUPT", SHMBUS_DROP_CORRUPT},
-    {"DROP_FAILED", SHMBUS_DROP_FAILED},
-    {"DROP_FILTERED", SHMBUS_DROP_FILTERED},
-    {"RELAYED", SHMBUS_RELAYED},
-    {"LEASE_HELD", LEASE_HELD},
-    {NULL, 0},
-};
+struct py_words py_word;
 
-static bool add_constants(PyObject *module) {
-    const struct named_value *const tables[] = {
-        constants,                 py_waits_constants,
-        py_channel_constants,      py_companion_constants,
-        py_delivery_constants,     py_export_constants,
-        py_extra_fields_constants, py_kernel_table_constants,
-        py_group_table_constants,  py_inspect_constants,
-        py_pool_constants,         py_relay_constants,
-        py_request_constants,      py_retry_constants,
-        py_splits_constants,
+static bool intern_words(void) {
+    const struct {
+        PyObject **at;
+        const char *text;
+    } words[] = {
+        {&py_word.advantages, "advantages"}, {&py_word.close, "close"},
+        {&py_word.failed, "failed"}, {&py_word.group_size, "group_size"},
+        {&py_word.index, "index"}, {&py_word.instance_id, "instance_id"}, {&py_word.key, "key"},
+        {&py_word.leased, "leased"}, {&py_word.logprobs, "logprobs"},
+        {&py_word.loss_mask, "loss_mask"}, {&py_word.max_groups, "max_groups"},
+        {&py_word.meta, "meta"}, {&py_word.nbytes, "nbytes"}, {&py_word.need, "need"},
+        {&py_word.number, "number"}, {&py_word.places, "places"},
+        {&py_word.policy_version, "policy_version"}, {&py_word.round, "round"},
+        {&py_word.row_lengths, "row_lengths"}, {&py_word.rows, "rows"},
+        {&py_word.samples, "samples"}, {&py_word.score, "score"}, {&py_word.size, "size"},
+        {&py_word.split, "split"}, {&py_word.take, "_take"}, {&py_word.timeout, "timeout"},
+        {&py_word.tokens, "tokens"},
     };
-    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
-        for (const struct named_value *each = tables[i]; each->name != NULL; each++) {
-            if (PyModule_AddIntConstant(module, each->name, each->value) < 0) {
-                return false;
-            }
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        *words[i].at = PyUnicode_InternFromString(words[i].text);
+        if (*words[i].at == NULL) {
+            return false;
         }
     }
     return true;
@@ -151,23 +115,6 @@ static bool add_functions(PyObject *module) {
     return true;
 }
 
-static bool add_objects(PyObject *module) {
-    bool (*const add[])(PyObject *) = {
-        py_inspect_add_objects,      py_group_add_objects,
-        py_client_lease_add_objects, py_kernel_table_add_objects,
-        py_plan_add_objects,         py_delivery_add_objects,
-        py_waits_add_objects,        py_splits_add_objects,
-        py_plan_fields_add_constants, py_arguments_add_constants,
-        py_gather_threads_add_constants,
-    };
-    for (size_t i = 0; i < sizeof add / sizeof *add; i++) {
-        if (!add[i](module)) {
-            return false;
-        }
-    }
-    return true;
-}
-
 /* Types, interned words and the hooks into shmbus's errors exist once per process. */
 static bool require_main_interpreter(void) {
     if (PyInterpreterState_Get() == PyInterpreterState_Main()) {
@@ -187,16 +134,11 @@ static int execute(PyObject *module) {
         return -1;
     }
     import_array1(-1);
-    if (!prepared && (!py_segment_init_fork() || !py_companion_init_fork() ||
-                      !py_arguments_init() || !py_plan_fields_init() || !py_take_add_words() ||
-                      !py_closing_init() || !py_arrival_init())) {
+    if (!prepared && (!py_segment_init_fork() || !py_companion_init_fork() || !intern_words())) {
         return -1;
     }
     prepared = true;
-    return add_types(module) && add_constants(module) && add_functions(module) &&
-                   add_objects(module)
-               ? 0
-               : -1;
+    return add_types(module) && py_add_constants(module) && add_functions(module) ? 0 : -1;
 }
 
 static PyModuleDef_Slot slots[] = {

@@ -173,18 +173,16 @@ PyMethodDef py_uninterrupted_functions[] = {
  * again.
  *
  * Invariant: the first exception propagates. */
-static PyObject *close_word;
-
 static PyObject *enter(PyObject *self, PyObject *Py_UNUSED(ignored)) {
     return Py_NewRef(self);
 }
 
 static PyObject *leave(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)args, (void)count;
-    PyObject *closed = PyObject_CallMethodNoArgs(self, close_word);
+    PyObject *closed = PyObject_CallMethodNoArgs(self, py_word.close);
     if (closed == NULL) {
         PyObject *error = py_set_aside_error();
-        Py_XDECREF(PyObject_CallMethodNoArgs(self, close_word));
+        Py_XDECREF(PyObject_CallMethodNoArgs(self, py_word.close));
         PyErr_Clear(); /* if the retry fails, too, the first error tells the reason */
         py_restore_error(error);
         return NULL;
@@ -209,8 +207,3 @@ PyTypeObject ClosedByBlockType = {
     .tp_methods = methods,
     .tp_new = PyType_GenericNew,
 };
-
-bool py_closing_init(void) {
-    const struct word_note words[] = {{&close_word, "close"}};
-    return INTERN_WORDS(words);
-}

@@ -106,12 +106,6 @@ bool declared_schema_parse(const uint8_t *bytes, uint32_t count, struct declared
     return rest.bytes == 0;
 }
 
-int64_t declared_schema_dimension(const struct declared_field *field, uint32_t dimension) {
-    int64_t size;
-    memcpy(&size, field->dimensions + (uint64_t)dimension * sizeof size, sizeof size);
-    return size;
-}
-
 void declared_schema_write(struct declared_part *part, const void *text, uint32_t bytes) {
     if (bytes > 0) {
         memcpy(part->text, text, bytes);

@@ -262,31 +262,19 @@ enum request_take request_take(struct segment *segment, uint64_t producer_id, ui
 }
 
 bool request_read(const struct segment *segment, uint32_t index, uint64_t number,
-                  struct request_text *text, uint8_t *data) {
-    struct request_row row;
-    if (!request_copy_row(segment, index, number, &row) ||
-        (data != NULL && row.data_bytes != text->data_bytes)) {
+                  struct request_row *copy, uint8_t *data) {
+    const uint32_t room = data == NULL ? 0 : copy->data_bytes;
+    if (!request_copy_row(segment, index, number, copy)) {
         return false;
     }
-    *text = (struct request_text){
-        .number = number,
-        .round = row.round,
-        .offered_ns = row.offered_ns,
-        .data_bytes = row.data_bytes,
-        .group_size = row.group_size,
-        .need = row.need,
-        .id_bytes = row.id_bytes,
-        .split = row.split,
-        .level = row.level,
-        .admitted = atomic_load_explicit(&segment->requests.rows[index].admitted,
-                                         memory_order_acquire) != 0,
-    };
     if (data == NULL) {
         return true;
     }
-    memcpy(data, segment->requests.units + (uint64_t)row.first_unit * SHMBUS_REQUEST_UNIT,
-           row.data_bytes);
-    return shmbus_crc32c(0, data, row.data_bytes) == row.data_crc &&
+    if (copy->data_bytes != room) {
+        return false;
+    }
+    memcpy(data, segment->requests.units + (uint64_t)copy->first_unit * SHMBUS_REQUEST_UNIT, room);
+    return shmbus_crc32c(0, data, room) == copy->data_crc &&
            request_open_row(segment, index) == number;
 }
 
@@ -411,7 +399,7 @@ static bool end_first_try(struct segment *segment, uint32_t index, uint64_t numb
 
 bool request_claim_retry(struct segment *segment, uint32_t at, uint64_t number,
                          uint64_t producer_id) {
-    struct retry_request retry;
+    struct retry_entry retry;
     if (!retry_claim(segment, at, number, producer_id, &retry)) {
         return false;
     }

@@ -95,20 +95,6 @@ struct request_claim {
     uint32_t index; /* of the sample */
 };
 
-/* A copy of a row's values; a separate buffer takes id and prompt. */
-struct request_text {
-    uint64_t number;
-    int64_t round;
-    uint64_t offered_ns;
-    uint32_t data_bytes;
-    uint16_t group_size;
-    uint16_t need;
-    uint16_t id_bytes;
-    uint16_t split;
-    uint16_t level;
-    bool admitted; /* a worker took a sample of the group */
-};
-
 /* Samples of a row by state; `answering` of the claimed are under commit, and may be missing from
  * the ring. */
 struct request_counts {
@@ -125,9 +111,14 @@ enum request_take { REQUEST_NONE, REQUEST_TAKEN, REQUEST_TOO_FAR_AHEAD };
  * a bound, this call admits the group; TOO_FAR_AHEAD if only the bound blocks a sample. */
 enum request_take request_take(struct segment *segment, uint64_t producer_id, uint32_t slot,
                                struct request_claim *claim);
-/* Copies the prompt; with data NULL, its size. False after the row's end, or without room. */
+/* Copies a row and its id and prompt; with data NULL, the row alone, whose data_bytes the next call
+ * expects. False after the row's end. */
 bool request_read(const struct segment *segment, uint32_t row, uint64_t number,
-                  struct request_text *text, uint8_t *data);
+                  struct request_row *copy, uint8_t *data);
+/* Returns true once a worker took a sample of the group. */
+static inline bool request_is_admitted(const struct segment *segment, uint32_t row) {
+    return atomic_load_explicit(&segment->requests.rows[row].admitted, memory_order_acquire) != 0;
+}
 /* The number of a group's oldest open request; 0 without one. */
 uint64_t request_find(const struct segment *segment, const char *id, uint32_t id_bytes,
                       int64_t round, uint32_t split, uint32_t *row);

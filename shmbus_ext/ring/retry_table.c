@@ -15,26 +15,12 @@ static uint32_t entry_crc(const struct retry_entry *entry) {
     return shmbus_crc32c(crc, entry->id, CRC_TEXT_BYTES);
 }
 
-void retry_publish(struct segment *segment, uint32_t at, const struct retry_request *request) {
+void retry_publish(struct segment *segment, uint32_t at, const struct retry_entry *request) {
     struct retry_entry *entry = &segment->retries[at];
     retry_withdraw(segment, at);
-    struct retry_entry fresh;
-    memset(&fresh, 0, sizeof fresh);
-    fresh.number = request->number;
-    fresh.round = request->round;
-    fresh.asked_ns = request->asked_ns;
-    fresh.group_size = request->group_size;
-    fresh.need = (uint16_t)request->need;
-    fresh.split = (uint16_t)request->split;
-    fresh.index = request->index;
-    fresh.attempt = request->attempt;
-    fresh.late = request->late != 0;
-    fresh.id_bytes = request->id_bytes;
-    fresh.reason_bytes = request->reason_bytes;
-    memcpy(fresh.id, request->id, request->id_bytes);
-    memcpy(fresh.reason, request->reason, request->reason_bytes);
-    fresh.crc = entry_crc(&fresh);
-    memcpy((uint8_t *)entry + CRC_AT, (const uint8_t *)&fresh + CRC_AT, sizeof fresh - CRC_AT);
+    uint32_t crc = entry_crc(request);
+    memcpy((uint8_t *)entry + CRC_AT, (const uint8_t *)request + CRC_AT, sizeof *entry - CRC_AT);
+    entry->crc = crc;
     FAILPOINT("want-written");
     /* SYNC: retry-requested. The entry is complete before a claim can succeed. */
     atomic_store_explicit(&entry->claim, SHMBUS_RETRY_FREE, memory_order_release);
@@ -52,36 +38,20 @@ void retry_withdraw(struct segment *segment, uint32_t at) {
     FAILPOINT("want-busy");
 }
 
-bool retry_read(const struct segment *segment, uint32_t at, struct retry_request *copy) {
+bool retry_read(const struct segment *segment, uint32_t at, struct retry_entry *copy) {
     const struct retry_entry *entry = &segment->retries[at];
-    struct retry_entry own;
     /* SYNC: retry-requested. */
     uint64_t claim = atomic_load_explicit(&entry->claim, memory_order_acquire);
     if (claim == SHMBUS_RETRY_BUSY) {
         return false;
     }
-    memcpy((uint8_t *)&own + CRC_AT, (const uint8_t *)entry + CRC_AT, sizeof own - CRC_AT);
-    if (own.number == 0 || own.crc != entry_crc(&own) || own.id_bytes == 0 ||
-        own.id_bytes > SHMBUS_MAX_ID_BYTES || own.reason_bytes > SHMBUS_RETRY_REASON_BYTES ||
-        own.group_size > SHMBUS_MAX_GROUP_SIZE || own.index >= SHMBUS_MAX_GROUP_SIZE ||
-        own.need > own.group_size || own.split >= SHMBUS_MAX_SPLITS) {
-        return false;
-    }
-    copy->number = own.number;
-    copy->round = own.round;
-    copy->asked_ns = own.asked_ns;
-    copy->claimant = claim & ~SHMBUS_RETRY_ANSWERED;
-    copy->group_size = own.group_size;
-    copy->need = own.need;
-    copy->split = own.split;
-    copy->index = own.index;
-    copy->attempt = own.attempt;
-    copy->late = own.late;
-    copy->id_bytes = own.id_bytes;
-    copy->reason_bytes = own.reason_bytes;
-    memcpy(copy->id, own.id, sizeof copy->id);
-    memcpy(copy->reason, own.reason, sizeof copy->reason);
-    return true;
+    memcpy((uint8_t *)copy + CRC_AT, (const uint8_t *)entry + CRC_AT, sizeof *copy - CRC_AT);
+    atomic_store_explicit(&copy->claim, claim & ~SHMBUS_RETRY_ANSWERED, memory_order_relaxed);
+    return copy->number != 0 && copy->crc == entry_crc(copy) && copy->id_bytes != 0 &&
+           copy->id_bytes <= SHMBUS_MAX_ID_BYTES &&
+           copy->reason_bytes <= SHMBUS_RETRY_REASON_BYTES &&
+           copy->group_size <= SHMBUS_MAX_GROUP_SIZE && copy->index < SHMBUS_MAX_GROUP_SIZE &&
+           copy->need <= copy->group_size && copy->split < SHMBUS_MAX_SPLITS;
 }
 
 static bool swap(struct segment *segment, uint32_t at, uint64_t from, uint64_t to) {
@@ -117,7 +87,7 @@ enum retry_taken retry_take_back(struct segment *segment, uint32_t at) {
 }
 
 bool retry_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id,
-                 struct retry_request *copy) {
+                 struct retry_entry *copy) {
     if (!swap(segment, at, SHMBUS_RETRY_FREE, producer_id + 1)) {
         return false;
     }

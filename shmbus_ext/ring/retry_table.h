@@ -17,26 +17,10 @@
 
 #include "segment.h"
 
-/* One request, for the collector and for producers. */
-struct retry_request {
-    uint64_t number; /* grows from request to request */
-    int64_t round;
-    uint64_t asked_ns;
-    uint64_t claimant;   /* producer id + 1; 0: unclaimed */
-    uint64_t late;       /* 1: the first try may still run */
-    uint32_t group_size; /* 0: unknown */
-    uint32_t need;       /* the same */
-    uint32_t split;
-    uint32_t index;
-    uint32_t attempt;
-    uint16_t id_bytes;
-    uint16_t reason_bytes;
-    char id[SHMBUS_RETRY_ID_BYTES];
-    char reason[SHMBUS_RETRY_REASON_BYTES];
-};
-
+/* Callers hold a request in a private entry, whose checksum this file computes. A copy's claim is
+ * its claimant: producer id + 1, or 0 for an unclaimed request. */
 /* For the collector: fills an entry and opens it to producers; or ends its request. */
-void retry_publish(struct segment *segment, uint32_t at, const struct retry_request *request);
+void retry_publish(struct segment *segment, uint32_t at, const struct retry_entry *request);
 void retry_withdraw(struct segment *segment, uint32_t at);
 enum retry_taken {
     RETRY_TAKEN_BACK,
@@ -47,11 +31,11 @@ enum retry_taken {
 enum retry_taken retry_take_back(struct segment *segment, uint32_t at);
 
 /* False for an empty, changing or damaged entry. */
-bool retry_read(const struct segment *segment, uint32_t at, struct retry_request *copy);
+bool retry_read(const struct segment *segment, uint32_t at, struct retry_entry *copy);
 
 /* For a producer: claims and copies a free entry that still holds this number. */
 bool retry_claim(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id,
-                 struct retry_request *copy);
+                 struct retry_entry *copy);
 /* Returns true if the entry holds this number, claimed by this producer and not answered. */
 bool retry_is_held(const struct segment *segment, uint32_t at, uint64_t number,
                    uint64_t producer_id);

@@ -3,7 +3,6 @@
 #include "ring/segment.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -11,6 +10,7 @@
 
 #include "base/clock.h"
 #include "base/file_lock.h"
+#include "base/threads.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -122,7 +122,6 @@ bool segment_plan_requests(struct segment_geometry *plan, uint64_t request_bytes
 struct touch_job {
     uint8_t *base;
     uint64_t bytes;
-    _Atomic uint64_t next;
     _Atomic bool small_pages;
 };
 
@@ -140,37 +139,24 @@ static void collapse(struct touch_job *job, uint64_t at, uint64_t bytes) {
     }
 }
 
-static void *touch(void *argument) {
+static void touch_chunk(void *argument, uint32_t chunk) {
     struct touch_job *job = argument;
-    for (;;) {
-        uint64_t at = atomic_fetch_add(&job->next, TOUCH_CHUNK);
-        if (at >= job->bytes) {
-            return NULL;
-        }
-        uint64_t bytes = job->bytes - at < TOUCH_CHUNK ? job->bytes - at : TOUCH_CHUNK;
-        collapse(job, at, bytes);
-        if (madvise(job->base + at, bytes, MADV_POPULATE_WRITE) != 0) {
-            /* Kernels before 5.14: write a zero to every unwritten page. */
-            for (uint64_t page = at; page < at + bytes; page += SHMBUS_PAGE) {
-                *(volatile uint8_t *)(job->base + page) = 0;
-            }
+    uint64_t at = chunk * TOUCH_CHUNK;
+    uint64_t bytes = job->bytes - at < TOUCH_CHUNK ? job->bytes - at : TOUCH_CHUNK;
+    collapse(job, at, bytes);
+    if (madvise(job->base + at, bytes, MADV_POPULATE_WRITE) != 0) {
+        /* Kernels before 5.14: write a zero to every unwritten page. */
+        for (uint64_t page = at; page < at + bytes; page += SHMBUS_PAGE) {
+            *(volatile uint8_t *)(job->base + page) = 0;
         }
     }
 }
 
 /* First touch of shared memory is slow on a single core: use several threads. */
 static void touch_all(uint8_t *base, uint64_t bytes) {
-    struct touch_job job = {base, bytes, 0, false};
-    pthread_t threads[TOUCH_THREADS];
-    unsigned started = 0;
-    while (started + 1 < TOUCH_THREADS && bytes > (started + 1) * TOUCH_CHUNK &&
-           pthread_create(&threads[started], NULL, touch, &job) == 0) {
-        started++;
-    }
-    touch(&job);
-    for (unsigned i = 0; i < started; i++) {
-        pthread_join(threads[i], NULL);
-    }
+    struct touch_job job = {base, bytes, false};
+    uint32_t chunks = (uint32_t)((bytes + TOUCH_CHUNK - 1) / TOUCH_CHUNK);
+    threads_run(TOUCH_THREADS, chunks, touch_chunk, &job);
 }
 
 static void set_pointers(struct segment *self) {

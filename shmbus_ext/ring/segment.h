@@ -325,7 +325,12 @@ struct declared_fields {
 bool declared_schema_parse(const uint8_t *bytes, uint32_t count, struct declared_fields *fields);
 
 /* A size, SHMBUS_DIMENSION_FREE, or SHMBUS_DIMENSION_NAMED less the number of a name. */
-int64_t declared_schema_dimension(const struct declared_field *field, uint32_t dimension);
+static inline int64_t declared_schema_dimension(const struct declared_field *field,
+                                                uint32_t dimension) {
+    int64_t size;
+    memcpy(&size, field->dimensions + (uint64_t)dimension * sizeof size, sizeof size);
+    return size;
+}
 
 /* For the creator, before the magic; at most SHMBUS_DECLARED_BYTES. */
 void declared_schema_write(struct declared_part *part, const void *text, uint32_t bytes);

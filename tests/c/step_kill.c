@@ -212,7 +212,7 @@ static void a_collector_may_die_after_any_instruction(uint64_t *random, unsigned
 
 enum { ASKED_ROW = 0, OTHER_ROW = 1, TAKER = 5, SUCCESSOR = 6 };
 
-static void make_request(struct retry_request *request, uint64_t number) {
+static void make_request(struct retry_entry *request, uint64_t number) {
     memset(request, 0, sizeof *request);
     request->number = number;
     request->round = (int64_t)number;
@@ -226,19 +226,20 @@ static void make_request(struct retry_request *request, uint64_t number) {
 }
 
 static void publish(uint32_t row, uint64_t number) {
-    struct retry_request request;
+    struct retry_entry request;
     make_request(&request, number);
     retry_publish(&segment, row, &request);
 }
 
 /* The number of the entry's request, checked whole; 0 without a request. */
 static uint64_t asked(uint32_t row, uint64_t *claimant) {
-    struct retry_request found, expected;
+    struct retry_entry found, expected;
     if (!retry_read(&segment, row, &found)) {
         return 0;
     }
     make_request(&expected, found.number);
-    expected.claimant = *claimant = found.claimant;
+    expected.claim = *claimant = found.claim;
+    expected.crc = found.crc;
     CHECK(memcmp(&found, &expected, sizeof found) == 0);
     return found.number;
 }
@@ -259,7 +260,7 @@ static void ask(void) {
 /* Claims a request, gives the claim back, claims again for good. */
 static void take(void) {
     uint64_t claimant;
-    struct retry_request copy;
+    struct retry_entry copy;
     for (uint32_t turn = 1; turn <= 2; turn++) {
         uint64_t number = asked(ASKED_ROW, &claimant);
         atomic_store(&witness->begun, turn);
@@ -272,7 +273,7 @@ static void take(void) {
 /* Over any remains there, the next collector publishes in this entry, and a producer claims. */
 static void check_row_serves(uint32_t row, uint64_t number) {
     uint64_t claimant;
-    struct retry_request copy;
+    struct retry_entry copy;
     publish(row, number);
     CHECK(asked(row, &claimant) == number && claimant == SHMBUS_RETRY_FREE);
     CHECK(retry_claim(&segment, row, number, SUCCESSOR, &copy));

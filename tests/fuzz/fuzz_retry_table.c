@@ -14,7 +14,7 @@ enum { ROWS = 3, PRODUCERS = 4 };
 
 static struct segment segment;
 static struct row_state {
-    struct retry_request asked;
+    struct retry_entry asked;
     bool sound;      /* untouched since its publication */
     /* Content at its last checksum. */
     uint8_t sealed[SEALED_BYTES];
@@ -38,13 +38,13 @@ static bool is_damaged(uint32_t at) {
 }
 
 static void publish(uint32_t at, uint64_t number, uint8_t value, uint16_t where) {
-    struct retry_request *asked = &rows[at].asked;
+    struct retry_entry *asked = &rows[at].asked;
     memset(asked, 0, sizeof *asked);
     asked->number = number;
     asked->round = where;
     asked->asked_ns = value;
     asked->group_size = where % (SHMBUS_MAX_GROUP_SIZE + 1);
-    asked->need = asked->group_size / 2;
+    asked->need = (uint16_t)(asked->group_size / 2);
     asked->split = value % SHMBUS_MAX_SPLITS;
     asked->index = where % SHMBUS_MAX_GROUP_SIZE;
     asked->attempt = value;
@@ -61,7 +61,7 @@ static void publish(uint32_t at, uint64_t number, uint8_t value, uint16_t where)
 static void read_row(uint32_t at) {
     struct row_state *row = &rows[at];
     /* A separate block: a sanitizer sees a byte too many. */
-    struct retry_request *copy = malloc(sizeof *copy);
+    struct retry_entry *copy = aligned_alloc(alignof(struct retry_entry), sizeof *copy);
     CHECK(copy != NULL);
     row->seen = 0;
     if (retry_read(&segment, at, copy)) {
@@ -69,11 +69,12 @@ static void read_row(uint32_t at) {
         CHECK(copy->reason_bytes <= SHMBUS_RETRY_REASON_BYTES);
         CHECK(copy->group_size <= SHMBUS_MAX_GROUP_SIZE && copy->index < SHMBUS_MAX_GROUP_SIZE);
         CHECK(copy->need <= copy->group_size && copy->split < SHMBUS_MAX_SPLITS);
-        CHECK(copy->number != 0 && copy->claimant != SHMBUS_RETRY_BUSY);
+        CHECK(copy->number != 0 && copy->claim != SHMBUS_RETRY_BUSY);
         CHECK(!is_damaged(at));
         row->seen = copy->number;
         if (row->sound) {
-            row->asked.claimant = row->holder;
+            row->asked.claim = row->holder;
+            row->asked.crc = copy->crc;
             CHECK(memcmp(copy, &row->asked, sizeof *copy) == 0);
         }
     } else {
@@ -84,7 +85,7 @@ static void read_row(uint32_t at) {
 
 static void claim(uint32_t at, uint64_t producer) {
     struct row_state *row = &rows[at];
-    struct retry_request copy;
+    struct retry_entry copy;
     bool got = retry_claim(&segment, at, row->seen, producer, &copy);
     if (row->sound) {
         CHECK(got == (row->holder == 0 && row->seen == row->asked.number));

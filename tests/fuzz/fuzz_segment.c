@@ -36,7 +36,7 @@ static void offer(uint32_t level) {
 static void take(uint64_t producer_id) {
     static uint8_t prompt[CAPACITY];
     struct request_claim claim;
-    struct request_text text;
+    struct request_row text;
     if (request_take(&own, producer_id, 0, &claim) == REQUEST_TAKEN &&
         request_read(&own, claim.row, claim.number, &text, NULL)) {
         CHECK(text.data_bytes <= sizeof prompt);

@@ -41,7 +41,7 @@ done
 for name in bell clock; do
     compile "$parent/base/$name.c" -include $model/hooks.h
 done
-for name in checksum shared_file; do
+for name in checksum shared_file threads; do
     compile "$parent/base/$name.c"
 done
 for name in "$model/$subject"/*.c; do

@@ -202,7 +202,7 @@ def test_a_plan_refuses_unfit_groups_and_memory(bus: Bus) -> None:
             kernel_table(plan, memory, shift=0, chunk_tokens=chunk_tokens, **told(1) | changed)
 
         for wrong in (memory[::2], memory.view(np.int32), np.frombuffer(bytes(4096), np.uint8)):
-            for attempt in (table, lambda memory: plan.gather(memory, *told(1).values(), (), None)):
+            for attempt in (table, lambda memory: plan.gather(memory, *told(1).values(), (), 1)):
                 with pytest.raises(ValueError, match="memory: expected a contiguous writable"):
                     attempt(wrong)
         with pytest.raises(ValueError, match="memory on a word's border"):
@@ -216,14 +216,14 @@ def test_a_plan_refuses_unfit_groups_and_memory(bus: Bus) -> None:
         with pytest.raises(TypeError, match="words: expected a tuple of bytes"):
             mentioning(plan.trajectories, ("text",))  # type: ignore[arg-type]
         with pytest.raises(SystemError):
-            plan.gather(memory, *told(1).values(), (memory,), None)
+            plan.gather(memory, *told(1).values(), (memory,), 1)
         table()
         groups[0].trajectories.append("no trajectory")
         with pytest.raises(TypeError, match="expected trajectories, got str"):
             measure(groups, names)
         groups[0].trajectories.pop()
         consumer.ack(groups)
-        for attempt in (table, lambda: plan.gather(memory, *told(1).values(), (), None)):
+        for attempt in (table, lambda: plan.gather(memory, *told(1).values(), (), 1)):
             with pytest.raises(BusClosedError, match="was acknowledged"):
                 attempt()
 

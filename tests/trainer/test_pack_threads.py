@@ -1,38 +1,24 @@
-"""`pack_threads=`: several threads make the batch of a single thread, and leave nothing behind."""
+"""`pack_threads=`: several threads make the batch of a single thread."""
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Spawner, wait_until
+from conftest import Spawner
 from numpy_batches import assert_batch, put, sample
 
 from shmbus import Bus, Consumer, Producer
-from trainer_adapter import OnlineDataHandler, pack
+from trainer_adapter import pack
 from trainer_adapter._arguments import checked_pack_threads
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.pack import HostPacker
 
 #: More tokens than a piece of a copy, with a rest: cuts a sequence, with odd ends.
 LONG = 3 * 4096 + 5
-
-
-def helpers() -> list[int]:
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            name = (task / "comm").read_text().strip()
-        except FileNotFoundError:
-            continue
-        if name == "shmbus-pack":
-            found.append(int(task.name))
-    return found
 
 
 def wide_sample(rng: np.random.Generator, length: int, **more: Any) -> dict[str, Any]:
@@ -79,7 +65,6 @@ def test_threads_make_the_same_bits(bus: Bus, producer: Producer, seed: int, thr
                 assert several.keys() == one.keys()
                 for name, value in one.items():
                     assert same(several[name], value), name
-            packer.close()
 
 
 def same(mine: Any, right: Any) -> bool:
@@ -141,64 +126,8 @@ def test_threads_refuse_malformed_ones(bus: Bus, producer: Producer, seed: int, 
         assert pack(good, pack_threads=3).sequences == 2
 
 
-def test_a_handler_ends_its_threads(bus: Bus, producer: Producer, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    with OnlineDataHandler(bus.name, groups_per_batch=1, pack_threads=3) as handler:
-        assert helpers() == []
-        begun: list[int] = []
-        for number in range(5):
-            groups = {f"k{number}": [sample(rng, LONG) for _ in range(2)]}
-            put(producer, f"k{number}", groups[f"k{number}"])
-            batch = handler.next_batch(10)
-            assert_batch(batch, groups)
-            handler.ack(batch)
-            begun = begun or sorted(helpers())
-            assert len(begun) == 2
-            assert sorted(helpers()) == begun
-        handler.close()
-        assert helpers() == []
-        handler.close()
-
-
-@pytest.fixture
-def packer(bus: Bus, producer: Producer) -> Iterator[HostPacker]:
-    """A packer of three threads after a pack: its helpers run."""
-    put(producer, "first", [sample(np.random.default_rng(1), LONG) for _ in range(2)])
-    made = HostPacker(pack_threads=3)
-    with Consumer(bus.name) as consumer:
-        groups = consumer.take(1, 10)
-        made.pack(groups)
-        consumer.ack(groups)
-    assert len(helpers()) == 2
-    yield made
-    made.close()
-
-
-def test_threads_end_with_the_packer_that_nobody_closed(bus: Bus, producer: Producer) -> None:
-    put(producer, "a", [sample(np.random.default_rng(1), LONG) for _ in range(2)])
-    packer = HostPacker(pack_threads=4)
-    with Consumer(bus.name) as consumer:
-        packer.pack(consumer.take(1, 10))
-    assert len(helpers()) == 3
-    del packer
-    assert helpers() == []
-
-
-def test_a_closed_packer_packs(bus: Bus, producer: Producer, packer: HostPacker, seed: int) -> None:
-    groups = {"a": [sample(np.random.default_rng(seed), LONG) for _ in range(2)]}
-    put(producer, "a", groups["a"])
-    packer.close()
-    packer.close()
-    assert helpers() == []
-    with Consumer(bus.name) as consumer:
-        assert_batch(packer.pack(consumer.take(1, 10)), groups)
-    assert helpers() == []
-
-
 def test_a_batch_comes_though_threads_cannot_start(bus: Bus, spawn: Spawner) -> None:
-    said = spawn.script(NO_ROOM, bus.name).finish().splitlines()
-    assert said[0].startswith("pack_threads: 64 threads could not be started: ")
-    assert said[1] == "packed"
+    assert spawn.script(NO_ROOM, bus.name).finish().splitlines() == ["18000"]
 
 
 NO_ROOM = """
@@ -213,16 +142,11 @@ with Producer(sys.argv[1]) as producer, Consumer(sys.argv[1]) as consumer:
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     # Room for a few stacks of threads, and not for 63.
     resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
-    try:
-        HostPacker(pack_threads=64).pack(groups)
-    except OSError as error:
-        print(error, flush=True)
-    assert HostPacker(pack_threads=1).pack(groups).total_tokens == 18_000
-    print("packed", flush=True)
+    print(HostPacker(pack_threads=64).pack(groups).total_tokens, flush=True)
 """
 
 
-def test_a_packer_serves_two_threads_and_closing(bus: Bus, producer: Producer, seed: int) -> None:
+def test_a_packer_serves_two_threads(bus: Bus, producer: Producer, seed: int) -> None:
     rng = np.random.default_rng(seed)
     groups = {key: [sample(rng, LONG) for _ in range(4)] for key in "ab"}
     for key, group in groups.items():
@@ -242,11 +166,9 @@ def test_a_packer_serves_two_threads_and_closing(bus: Bus, producer: Producer, s
             threads = [threading.Thread(target=work, args=(group,)) for group in taken]
             for thread in threads:
                 thread.start()
-            packer.close()
             for thread in threads:
                 thread.join()
             assert wrong == []
-            assert helpers() == []
 
 
 FORKING = """
@@ -263,19 +185,14 @@ with Producer(sys.argv[1]) as producer, Consumer(sys.argv[1]) as consumer:
     whole = packer.pack(groups).tokens.sum().item()
     child = os.fork()
     if child == 0:
-        # Nothing of the parent's is waited for: neither by a pack, which the ring refuses, nor at
-        # the end; and threads of the child's own can start.
+        # The ring refuses a pack in the child, which waits for no thread of the parent.
         try:
             packer.pack(groups)
         except Exception as error:
             print(type(error).__name__, flush=True)
-        packer.close()
-        del packer
-        HostPacker(pack_threads=2).close()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert packer.pack(groups).tokens.sum().item() == whole
-    packer.close()
     print("packed", flush=True)
 """
 
@@ -335,25 +252,6 @@ def test_ctrl_c_meets_the_packing_thread(bus: Bus, producer: Producer, spawn: Sp
         if number % 5 == 0 and number < 90:
             child.send_signal(signal.SIGINT)
     assert child.finish().splitlines()[-1] == "end True True"
-
-
-def test_helpers_run_no_handler_of_a_signal(packer: HostPacker) -> None:
-    for task in helpers():
-        lines = Path(f"/proc/self/task/{task}/status").read_text().splitlines()
-        blocked = int(next(line for line in lines if line.startswith("SigBlk")).split()[1], 16)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1):
-            assert blocked >> (number - 1) & 1, number
-
-
-def test_parked_threads_use_no_processor(packer: HostPacker) -> None:
-    def asleep() -> bool:
-        states = [
-            Path(f"/proc/self/task/{task}/stat").read_text().rsplit(")", 1)[1].split()[0]
-            for task in helpers()
-        ]
-        return states == ["S", "S"]
-
-    wait_until(asleep, what="both helpers asleep")
 
 
 def test_by_default_a_rank_has_a_quarter_of_its_processors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import shmbus
-from shmbus.batch.gather import FieldNames, GatherThreads, PackedBatch, PackPlan, gather
+from shmbus.batch.gather import FieldNames, PackedBatch, PackPlan, gather
 from trainer_adapter._arguments import (
     check_choices,
     check_device,
@@ -195,7 +195,7 @@ class HostPacker:
                 "extra_fields: expected no 'support' with layout='padded', got "
                 f"{sorted(self._extra_fields.supports)}; take layout='packed' or 'prefix'"
             )
-        self._threads = GatherThreads(pack_threads) if pack_threads > 1 else None
+        self._threads = pack_threads
 
     def pack(self, groups: list[shmbus.Group], memory: BatchMemory | None = None) -> Batch:
         """Gather leased groups into one batch."""
@@ -262,11 +262,6 @@ class HostPacker:
             return batch
         return replaced(batch.to(self._device), transport="copy")
 
-    def close(self) -> None:
-        """End its threads; idempotent, and callable in a child of a fork."""
-        if self._threads is not None:
-            self._threads.close()
-
 
 def pack(
     groups: Iterable[shmbus.Group] | shmbus.Group,
@@ -304,8 +299,7 @@ def pack(
         Further fields for `Batch.extra`: "token", "ragged", "sequence" or "meta", explained in
         `ExtraField`.
     pack_threads : int
-        Copying threads, the caller's included. They start and end with the call; a `HostPacker`
-        keeps them.
+        Copying threads, the caller's included. They start and end with the copy.
 
     Returns
     -------
@@ -319,8 +313,6 @@ def pack(
         the loss mask is True; logprobs in some groups only; an extra field missing, or of a
         deviating dtype or shape; for ``layout="prefix"``, samples of a group with different
         prompts, or a row without the prefix of its `prefix_length`.
-    OSError
-        The system refused to start the threads.
 
     Notes
     -----
@@ -341,7 +333,4 @@ def pack(
         extra_fields=extra_fields,
         pack_threads=pack_threads,
     )
-    try:
-        return packer.pack(chosen, memory)
-    finally:
-        packer.close()
+    return packer.pack(chosen, memory)

@@ -140,7 +140,6 @@ class GpuPacker:
 
     def close(self) -> None:
         """Unregister the ring, which keeps its Consumer's memory until then."""
-        self._host.close()
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()

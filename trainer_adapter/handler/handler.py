@@ -146,7 +146,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         dtype, shape, and a fill for a sample without the field; else such a group is malformed.
     pack_threads : int, optional
         Threads for copying a batch on the host, the packing thread included; by default a fourth of
-        this rank's processors, at most 4. They wait, parked, between batches.
+        this rank's processors, at most 4. They start and end with the copy.
     score_group : callable, optional
         Scores groups with samples put with ``score=None``, before batching: called with the leased
         `shmbus.Group`, the callable returns a number per sample (existing scores win), or None, and
@@ -1011,7 +1011,8 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
             self._annotation.close()
         if self._prefetcher is not None:
             self._prefetcher.stop()
-        self._packer.close()
+        if self._gpu is not None:
+            self._gpu.close()
         self._evaluation.close()
         self._metrics.close()
         self._consumer.close()

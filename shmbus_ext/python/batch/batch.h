@@ -6,7 +6,7 @@
 
 #include <stdatomic.h>
 
-#include "batch/threads.h"
+#include "base/threads.h"
 #include "python/record/record.h"
 
 /* ---- Arrays of the caller, checked before the first access through them. */
@@ -179,6 +179,18 @@ bool py_plan_check(const PackPlanObject *self);
 /* Read `advantages` float32 [S] and `flags` uint8 [S] or None. */
 bool py_plan_read_samples(const PackPlanObject *self, PyObject *advantages, PyObject *flags,
                           const float **gains, const uint8_t **flags_at);
+/* Words of a chunk in a kernel's table (kernel_table.c). */
+enum {
+    CHUNK_ADDRESSES = 0,  /* per field, at the chunk's first token; 0 if absent */
+    CHUNK_START = FIELDS, /* in the batch */
+    CHUNK_SPAN,           /* int32 [2]: first token of the sequence, number of tokens */
+    CHUNK_ORDERS,         /* int32 flags, float32 advantage */
+    CHUNK_SIGNATURE,      /* kinds of the present fields; the sort key of chunks */
+    CHUNK_WORDS,
+};
+/* A chunk of a kernel's copy of extra fields, in words of `width` bytes: address, place, number of
+ * words, 0. */
+enum { COPY_ADDRESS, COPY_AT, COPY_WORDS_THERE, COPY_RESERVED, COPY_WORDS };
 /* Methods for a kernel's copy, documented at their definitions. */
 PyObject *py_plan_table_bytes(PackPlanObject *self, PyObject *chunk_tokens);
 PyObject *py_plan_table(PackPlanObject *self, PyObject *args);
@@ -205,30 +217,12 @@ struct copy_job {
     _Atomic bool wrong;
 };
 
-/* Cut `sequences` sequences of `total` tokens into pieces; false with an exception. */
-bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total);
-/* Copy every piece without the interpreter lock. Return true if masks hold 0 and 1, logprobs and
- * advantages are finite, and logprobs at most 0. */
-bool py_copy_job_run(struct copy_job *job, struct threads *helpers);
-void py_copy_job_clear(struct copy_job *job);
-
-/* ---- GatherThreads: threads for copying batches, for Python. */
-extern PyTypeObject GatherThreadsType;
-
-/* True for a GatherThreads or None; otherwise false with an exception. */
-bool py_gather_threads_check(PyObject *object);
-/* Start or borrow the helpers, which live until py_gather_threads_finish. NULL, for the caller
- * alone, for None or a closed object. The first call starts the threads; if starting fails, false
- * with an exception. Begin and finish need the interpreter lock. */
-bool py_gather_threads_begin(PyObject *object, struct threads **threads);
-void py_gather_threads_finish(PyObject *object);
+/* Copy `sequences` sequences of `total` tokens without the interpreter lock. Return 1 if masks hold
+ * 0 and 1, logprobs and advantages are finite, and logprobs at most 0; otherwise 0; -1 with an
+ * exception. */
+int py_copy_job_run(struct copy_job *job, Py_ssize_t sequences, uint64_t total, uint32_t threads);
 
 /* Registered by module.c. */
 extern PyMethodDef py_arrays_functions[];
-extern const struct named_value py_extra_fields_constants[];
-extern const struct named_value py_kernel_table_constants[];
-bool py_kernel_table_add_objects(PyObject *module);
-bool py_plan_add_objects(PyObject *module);
-bool py_gather_threads_add_constants(PyObject *module);
 
 #endif

@@ -1,7 +1,5 @@
-/* The copy loops that execute a plan, alone or with helpers. */
+/* The copy loops that execute a plan, in one thread or in several. */
 #include "python/batch/batch.h"
-
-#include <errno.h>
 
 
 /* Maximum tokens of a piece: small enough to share a batch among several threads. */
@@ -144,13 +142,7 @@ static void copy_piece(void *job, uint32_t number) {
 }
 
 /* A sequence without tokens still makes a piece, for its extra fields. */
-bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total) {
-    job->pieces = PyMem_Malloc((total / PIECE_TOKENS + (size_t)sequences + 1) *
-                               sizeof *job->pieces);
-    if (job->pieces == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
+static void cut(struct copy_job *job, Py_ssize_t sequences) {
     for (Py_ssize_t i = 0; i < sequences; i++) {
         uint64_t from = 0, length = job->sources[i].length;
         do {
@@ -160,131 +152,19 @@ bool py_copy_job_cut(struct copy_job *job, Py_ssize_t sequences, uint64_t total)
             from += tokens;
         } while (from < length);
     }
-    return true;
 }
 
-bool py_copy_job_run(struct copy_job *job, struct threads *helpers) {
-    threads_run(helpers, job->count, copy_piece, job);
+int py_copy_job_run(struct copy_job *job, Py_ssize_t sequences, uint64_t total, uint32_t threads) {
+    job->pieces = PyMem_Malloc((total / PIECE_TOKENS + (size_t)sequences + 1) *
+                               sizeof *job->pieces);
+    if (job->pieces == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    cut(job, sequences);
+    threads_run(threads, job->count, copy_piece, job);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(job->pieces);
     return !RELAXED(job->wrong);
 }
-
-void py_copy_job_clear(struct copy_job *job) {
-    PyMem_Free(job->pieces);
-    job->pieces = NULL;
-}
-
-/* ---- Python binding of batch/threads.c. Helpers start at first use and end with their object.
- *
- * Invariants:
- * - Helpers never call Python, so they need no interpreter lock.
- * - They end when the last call copying with them returns: `users` counts these calls. */
-/* More threads would only wait for memory; a larger count is a mistake. */
-#define MOST_THREADS 64
-
-typedef struct {
-    PyObject_HEAD
-    struct threads *threads; /* NULL for one thread, before first use, and after close */
-    unsigned int count;
-    unsigned int users;
-    bool closed;
-} GatherThreadsObject;
-
-static void end_if_unused(GatherThreadsObject *self) {
-    struct threads *threads = self->threads;
-    if (!self->closed || self->users > 0 || threads == NULL) {
-        return;
-    }
-    self->threads = NULL;
-    Py_BEGIN_ALLOW_THREADS
-    threads_end(threads);
-    Py_END_ALLOW_THREADS
-}
-
-bool py_gather_threads_check(PyObject *object) {
-    NEVER(object != Py_None && !Py_IS_TYPE(object, &GatherThreadsType), false);
-    return true;
-}
-
-bool py_gather_threads_begin(PyObject *object, struct threads **threads) {
-    GatherThreadsObject *self = (GatherThreadsObject *)object;
-    *threads = NULL;
-    if (object == Py_None) {
-        return true;
-    }
-    if (self->threads == NULL && self->count > 1 && !self->closed) {
-        self->threads = threads_start(self->count - 1);
-        if (self->threads == NULL) {
-            return py_refuse(PyExc_OSError,
-                             "pack_threads: %u threads could not be started: %s; ask for fewer, or "
-                             "for 1",
-                             self->count, strerror(errno));
-        }
-    }
-    self->users++;
-    *threads = self->closed ? NULL : self->threads;
-    return true;
-}
-
-void py_gather_threads_finish(PyObject *object) {
-    if (object != Py_None) {
-        GatherThreadsObject *self = (GatherThreadsObject *)object;
-        self->users--;
-        end_if_unused(self);
-    }
-}
-
-static PyObject *py_gather_threads_new(PyTypeObject *type, PyObject *args,
-                                       PyObject *Py_UNUSED(kwargs)) {
-    unsigned int count;
-    if (!PyArg_ParseTuple(args, "I", &count)) {
-        return NULL;
-    }
-    if (count < 1 || count > MOST_THREADS) {
-        return PyErr_Format(PyExc_ValueError, "threads: expected 1 to %d, got %u", MOST_THREADS,
-                            count);
-    }
-    GatherThreadsObject *self = (GatherThreadsObject *)type->tp_alloc(type, 0);
-    if (self == NULL) {
-        return NULL;
-    }
-    self->count = count;
-    return (PyObject *)self;
-}
-
-/* close(): end the threads; later packs run on the caller alone. */
-static PyObject *py_gather_threads_close(GatherThreadsObject *self, PyObject *Py_UNUSED(ignored)) {
-    self->closed = true;
-    end_if_unused(self);
-    Py_RETURN_NONE;
-}
-
-static void py_gather_threads_dealloc(GatherThreadsObject *self) {
-    self->closed = true;
-    end_if_unused(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyMethodDef methods[] = {
-    METHOD("close", py_gather_threads_close, METH_NOARGS, NULL),
-    {NULL, NULL, 0, NULL},
-};
-
-static PyMemberDef members[] = {
-    {"count", T_UINT, offsetof(GatherThreadsObject, count), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-
-bool py_gather_threads_add_constants(PyObject *Py_UNUSED(module)) {
-    PyObject *most = PyLong_FromLong(MOST_THREADS);
-    bool added = most != NULL &&
-                 PyDict_SetItemString(GatherThreadsType.tp_dict, "MOST", most) == 0;
-    Py_XDECREF(most);
-    return added;
-}
-
-PyTypeObject GatherThreadsType = {
-    TYPE_BASICS("GatherThreads", GatherThreadsObject, py_gather_threads_dealloc, 0),
-    .tp_methods = methods,
-    .tp_members = members,
-    .tp_new = py_gather_threads_new,
-};

@@ -112,17 +112,9 @@ static int row_from(const struct extra *extra) {
     return extra->kind == EXTRA_SEQUENCE ? 0 : 1;
 }
 
-static PyObject *tuple_of_sizes(const uint64_t *sizes, int ndim) {
-    PyObject *tuple = PyTuple_New(ndim);
-    for (int d = 0; tuple != NULL && d < ndim; d++) {
-        py_tuple_set(&tuple, d, PyLong_FromUnsignedLongLong(sizes[d]));
-    }
-    return tuple;
-}
-
 /* "uint8 rows of shape (48, 8)"; NULL with an exception. */
 static PyObject *describe_rows(PyArray_Descr *dtype, const uint64_t *sizes, int ndim) {
-    PyObject *tuple = tuple_of_sizes(sizes, ndim), *name = py_dtype_text(dtype);
+    PyObject *tuple = py_sizes(sizes, ndim), *name = py_dtype_text(dtype);
     PyObject *text = tuple == NULL || name == NULL
                          ? NULL
                          : PyUnicode_FromFormat("%U rows of shape %S", name, tuple);
@@ -241,7 +233,7 @@ void py_extras_copy(const struct extras *self, Py_ssize_t i, uint64_t from, uint
 static PyObject *describe_extra(const struct extras *self, Py_ssize_t e, npy_intp trajectories) {
     const struct extra *extra = &self->fields[e];
     PyObject *rows = PyArray_SimpleNew(1, &trajectories, NPY_INT64);
-    PyObject *sizes = tuple_of_sizes(extra->sizes, extra->ndim);
+    PyObject *sizes = py_sizes(extra->sizes, extra->ndim);
     PyObject *dtype = extra->dtype == NULL ? Py_None : (PyObject *)extra->dtype;
     if (rows != NULL) {
         int64_t *of = PyArray_DATA((PyArrayObject *)rows);
@@ -264,9 +256,6 @@ PyObject *py_extras_describe(const struct extras *self, Py_ssize_t trajectories)
     }
     return result;
 }
-
-/* A chunk of a kernel's copy, in words of `width` bytes: address, place, number of words, 0. */
-enum { COPY_ADDRESS, COPY_AT, COPY_WORDS_THERE, COPY_RESERVED, COPY_WORDS };
 
 struct copy_plan {
     int64_t *chunks; /* room for `room` chunks; chunks beyond are counted only */
@@ -334,11 +323,3 @@ PyObject *py_plan_copy_table(PackPlanObject *self, PyObject *args) {
     }
     return launches == NULL ? NULL : Py_BuildValue("KN", U64(plan.done), launches);
 }
-
-const struct named_value py_extra_fields_constants[] = {
-    {"EXTRA_TOKEN", EXTRA_TOKEN},
-    {"EXTRA_RAGGED", EXTRA_RAGGED},
-    {"EXTRA_SEQUENCE", EXTRA_SEQUENCE},
-    {"COPY_WORDS", COPY_WORDS},
-    {NULL, 0},
-};

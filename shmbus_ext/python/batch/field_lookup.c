@@ -90,11 +90,10 @@ bool py_length_error(const struct source *source, uint64_t length, PyObject *nam
 }
 
 bool py_look_closer(struct lookup *lookup, PyObject *item, PyObject *const *names) {
-    if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
+    TrajectoryObject *t = py_as_trajectory(item);
+    if (t == NULL) {
+        return false;
     }
-    TrajectoryObject *t = (TrajectoryObject *)item;
     /* Python code makes a dtype at its first use and may drop references. */
     Py_INCREF(t);
     bool good = py_trajectory_readable(t) &&
@@ -154,10 +153,9 @@ static bool check_words(PyObject *words) {
     return good;
 }
 
-static bool append_if_mentioned(PyObject *found, Py_ssize_t position, PyObject *item,
+static bool append_if_mentioned(PyObject *found, Py_ssize_t position, const TrajectoryObject *t,
                                 PyObject *words) {
-    return !mentions((const TrajectoryObject *)item, words) ||
-           py_append(found, PyLong_FromSsize_t(position));
+    return !mentions(t, words) || py_append(found, PyLong_FromSsize_t(position));
 }
 
 /* mentioning(trajectories, words) -> positions of the trajectories whose encoded meta contains a
@@ -169,14 +167,9 @@ static PyObject *py_mentioning(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     PyObject *found = PyList_New(0);
     for (Py_ssize_t i = 0; found != NULL && i < PyList_GET_SIZE(items); i++) {
-        PyObject *item = PyList_GET_ITEM(items, i);
-        if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
-            Py_CLEAR(found);
-        } else if (((const TrajectoryObject *)item)->meta_bytes > 0 &&
-                   (!py_trajectory_readable((const TrajectoryObject *)item) ||
-                    !append_if_mentioned(found, i, item, words))) {
+        const TrajectoryObject *t = py_as_trajectory(PyList_GET_ITEM(items, i));
+        if (t == NULL || (t->meta_bytes > 0 && (!py_trajectory_readable(t) ||
+                                                !append_if_mentioned(found, i, t, words)))) {
             Py_CLEAR(found);
         }
     }

@@ -18,14 +18,6 @@
  * A chunk tells a kernel everything about its move, since a further read would cost another trip to
  * the host. Chunks of sequences with the same fields and dtypes are adjacent. The parts between
  * `found` and the chunks go to the batch unchanged. */
-enum {
-    CHUNK_ADDRESSES = 0,  /* per field, at the chunk's first token; 0 if absent */
-    CHUNK_START = FIELDS, /* in the batch */
-    CHUNK_SPAN,           /* int32 [2]: first token of the sequence, number of tokens */
-    CHUNK_ORDERS,         /* int32 flags, float32 advantage */
-    CHUNK_SIGNATURE,      /* kinds of the present fields; the sort key of chunks */
-    CHUNK_WORDS,
-};
 /* Words of `found`, not 0 for a wrong value: mask, logprob, advantage. */
 #define WRONG_VALUES 3
 #define CHUNK_BYTES (CHUNK_WORDS * sizeof(int64_t))
@@ -156,11 +148,8 @@ static bool add_launch(PyObject *launches, uint64_t first, uint64_t chunks, uint
     for (int f = FIELDS - 1; f >= 0; f--, word >>= 8) {
         kinds[f] = (word & 0xff) == 0xff ? -1 : (int)(word & 0xff);
     }
-    PyObject *launch = Py_BuildValue("(KK(iiii))", U64(first), U64(chunks), kinds[0], kinds[1],
-                                     kinds[2], kinds[3]);
-    bool added = launch != NULL && PyList_Append(launches, launch) == 0;
-    Py_XDECREF(launch);
-    return added;
+    return py_append(launches, Py_BuildValue("(KK(iiii))", U64(first), U64(chunks), kinds[0],
+                                             kinds[1], kinds[2], kinds[3]));
 }
 
 /* Stable sort of chunks by signature, in order of first appearance. */
@@ -249,23 +238,3 @@ PyObject *py_plan_table(PackPlanObject *self, PyObject *args) {
     Py_XDECREF(launches);
     return result;
 }
-
-/* Map every kind number of the table to its numpy name. */
-static PyObject *kind_names(void) {
-    return Py_BuildValue("(sssssssssss)", "?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4",
-                         "f8");
-}
-_Static_assert(ELEMENT_BOOL == 0 && ELEMENT_U64 == 8 && ELEMENT_F32 == 9 && ELEMENT_F64 == 10,
-               "kind_names has them in this order");
-
-bool py_kernel_table_add_objects(PyObject *module) {
-    return py_add_object(module, "ELEMENT_KINDS", kind_names());
-}
-
-const struct named_value py_kernel_table_constants[] = {
-    {"CHUNK_WORDS", CHUNK_WORDS},
-    {"HAS_LOGPROBS", 1 << FIELD_LOGPROBS},
-    {"SAMPLE_MASKED", SAMPLE_MASKED},
-    {"SAMPLE_ZEROED", SAMPLE_ZEROED},
-    {NULL, 0},
-};

@@ -176,35 +176,16 @@ static bool hold_all(const struct source *sources, const struct record_ref *refs
 
 /* ---- Copying ---- */
 
-/* Copy everything; 1 if the values pass the checks of py_copy_job_run, else 0; -1 on error. */
-static int copy_all(PackPlanObject *self, struct copy_job *job, PyObject *threads) {
-    int clean = -1;
-    struct threads *helpers;
-    if (!py_copy_job_cut(job, self->count, self->total) ||
-        !py_gather_threads_begin(threads, &helpers)) {
-        goto end;
-    }
-    if (hold_all(self->sources, self->refs, self->count)) {
-        Py_BEGIN_ALLOW_THREADS
-        clean = py_copy_job_run(job, helpers);
-        Py_END_ALLOW_THREADS
-        let_go_all(self->sources, self->refs, self->count);
-    }
-    py_gather_threads_finish(threads);
-end:
-    py_copy_job_clear(job);
-    return clean;
-}
-
 /* gather(memory, advantages, flags, outs, threads) -> (arrays of the columns, True if masks hold 0
  * and 1, logprobs and advantages are finite, and logprobs at most 0). */
 static PyObject *py_plan_gather(PackPlanObject *self, PyObject *args) {
-    PyObject *memory, *advantages, *flags, *outs, *threads;
+    PyObject *memory, *advantages, *flags, *outs;
+    unsigned int threads;
     struct copy_job job = {.sources = self->sources, .extras = &self->extras};
     uint8_t *data;
-    if (!PyArg_ParseTuple(args, "OOOO!O", &memory, &advantages, &flags, &PyTuple_Type, &outs,
+    if (!PyArg_ParseTuple(args, "OOOO!I", &memory, &advantages, &flags, &PyTuple_Type, &outs,
                           &threads) ||
-        !py_gather_threads_check(threads) || !py_plan_check(self) ||
+        !py_plan_check(self) ||
         !py_plan_read_samples(self, advantages, flags, &job.gains, &job.flags) ||
         !py_extras_read_destination(&self->extras, outs)) {
         return NULL;
@@ -230,7 +211,11 @@ static PyObject *py_plan_gather(PackPlanObject *self, PyObject *args) {
     for (Py_ssize_t i = 0; i < self->count; i++) {
         borders[i + 1] = borders[i] + (int32_t)self->sources[i].length;
     }
-    const int clean = copy_all(self, &job, threads);
+    if (!hold_all(self->sources, self->refs, self->count)) {
+        return NULL;
+    }
+    const int clean = py_copy_job_run(&job, self->count, self->total, threads);
+    let_go_all(self->sources, self->refs, self->count);
     PyObject *result = clean < 0 ? NULL : PyTuple_New(COLUMNS + 1);
     if (result != NULL && !lay_out(result, memory, columns)) {
         Py_CLEAR(result);
@@ -290,7 +275,3 @@ PyTypeObject PackPlanType = {
     .tp_methods = methods,
     .tp_new = py_plan_new,
 };
-
-bool py_plan_add_objects(PyObject *module) {
-    return py_add_object(module, "MAX_LOGPROB", PyFloat_FromDouble((double)MAX_LOGPROB));
-}

@@ -46,7 +46,6 @@ extern PyTypeObject ChannelType;
 bool py_channel_has_side(ChannelObject *self, enum channel_side_name side);
 
 /* Registered by module.c. */
-extern const struct named_value py_channel_constants[];
 extern PyMethodDef py_channel_messages_functions[];
 
 #endif

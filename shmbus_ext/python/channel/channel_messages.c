@@ -87,11 +87,8 @@ static PyObject *py_channel_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     if (status == SHARED_NOTHING) {
         Py_RETURN_NONE;
     }
-    if (status == SHARED_SYSTEM_ERROR) {
-        return py_companion_system_error(&self->base);
-    }
     if (status != SHARED_OK) {
-        return PyLong_FromLong(status);
+        return py_companion_status(&self->base, status);
     }
     uint8_t *at;
     if (!py_companion_usable(&self->base) ||
@@ -178,9 +175,8 @@ static PyObject *py_channel_receive(PyObject *Py_UNUSED(module), PyObject *args)
         Py_DECREF(meta);
         return NULL;
     }
-    row.reason[sizeof row.reason - 1] = '\0';
-    PyObject *reason = PyUnicode_DecodeUTF8(row.reason, (Py_ssize_t)strlen(row.reason), "replace");
-    return Py_BuildValue("(iLONN)", (int)row.kind, (long long)row.step, self->memory, meta, reason);
+    return Py_BuildValue("(iLONN)", (int)row.kind, (long long)row.step, self->memory, meta,
+                         FIELD_TEXT(row.reason));
 }
 
 /* channel_ack(channel): acknowledge the message from channel_receive; its views keep a copy. */
@@ -235,9 +231,7 @@ static PyObject *py_channel_begin_at(PyObject *Py_UNUSED(module), PyObject *args
         !py_channel_has_side(self, CHANNEL_SENDER)) {
         return NULL;
     }
-    enum shared_status status = messages_begin_at(&self->c, step);
-    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
-                                          : PyLong_FromLong(status);
+    return py_companion_status(&self->base, messages_begin_at(&self->c, step));
 }
 
 PyMethodDef py_channel_messages_functions[] = {

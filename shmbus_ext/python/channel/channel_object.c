@@ -60,8 +60,15 @@ static enum shared_status open_channel(CompanionObject *self, int fd, bool read_
     return channel_open(&((ChannelObject *)self)->c, fd, read_only);
 }
 
+/* A side rings its bell after each of its actions. */
+static struct bell *bell_of(CompanionObject *self, unsigned int side) {
+    return side < CHANNEL_SIDES ? channel_bell(((ChannelObject *)self)->c.header,
+                                               (enum channel_side_name)side)
+                                : NULL;
+}
+
 static const struct companion_kind channel_kind = {
-    "channel", offsetof(ChannelObject, c.file), open_channel, shut, isolate,
+    "channel", offsetof(ChannelObject, c.file), open_channel, shut, isolate, bell_of,
 };
 
 static PyObject *py_channel_create(PyTypeObject *type, PyObject *args) {
@@ -107,9 +114,7 @@ static PyObject *py_channel_claim(ChannelObject *self, PyObject *args) {
     NEVER(self->c.side >= 0 || self->c.file.read_only, NULL);
     enum shared_status status =
         sides_claim(&self->c, (enum channel_side_name)side, label, (uint32_t)getpid());
-    return status == SHARED_SYSTEM_ERROR
-               ? py_companion_system_error(&self->base)
-               : PyBool_FromLong(status == SHARED_OK);
+    return py_companion_claimed(&self->base, status);
 }
 
 /* leave(reason): tell the peer about a voluntary end. */
@@ -183,29 +188,6 @@ static PyObject *py_channel_look(ChannelObject *self, PyObject *args) {
                          FIELD_TEXT(row.label), FIELD_TEXT(row.reason));
 }
 
-/* announce(side): a ticket to wait for the side's next action. */
-static PyObject *py_channel_announce(ChannelObject *self, PyObject *args) {
-    unsigned int side;
-    if (!PyArg_ParseTuple(args, "I", &side) || !is_side(side) || !py_companion_usable(&self->base)) {
-        return NULL;
-    }
-    return PyLong_FromUnsignedLong(
-        bell_announce(channel_bell(self->c.header, (enum channel_side_name)side)));
-}
-
-/* wait(side, ticket, timeout_s): True if the bell rang. */
-static PyObject *py_channel_wait(ChannelObject *self, PyObject *args) {
-    unsigned int side, ticket;
-    double timeout_s;
-    if (!PyArg_ParseTuple(args, "IId", &side, &ticket, &timeout_s) || !is_side(side) ||
-        !py_companion_usable(&self->base)) {
-        return NULL;
-    }
-    return py_companion_wait(&self->base,
-                             channel_bell(self->c.header, (enum channel_side_name)side), ticket,
-                             timeout_s);
-}
-
 static PyMethodDef channel_methods[] = {
     METHOD("create", py_channel_create, METH_VARARGS | METH_CLASS, NULL),
     METHOD("open", py_channel_open, METH_VARARGS | METH_CLASS, NULL),
@@ -216,8 +198,8 @@ static PyMethodDef channel_methods[] = {
     METHOD("stated", py_channel_stated, METH_VARARGS, NULL),
     METHOD("statement", py_channel_statement, METH_VARARGS, NULL),
     METHOD("look", py_channel_look, METH_VARARGS, NULL),
-    METHOD("announce", py_channel_announce, METH_VARARGS, NULL),
-    METHOD("wait", py_channel_wait, METH_VARARGS, NULL),
+    METHOD("announce", py_companion_announce, METH_VARARGS, NULL),
+    METHOD("wait", py_companion_wait, METH_VARARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
@@ -234,23 +216,6 @@ PyTypeObject ChannelType = {
     TYPE_BASICS("Channel", ChannelObject, py_companion_dealloc, 0),
     .tp_methods = channel_methods,
     .tp_members = channel_members,
-};
-
-const struct named_value py_channel_constants[] = {
-    {"CHANNEL_LAYOUT_VERSION", CHANNEL_LAYOUT_VERSION},
-    {"CHANNEL_META_ALIGN", CHANNEL_META_ALIGN},
-    {"CHANNEL_REASON_BYTES", CHANNEL_REASON_BYTES - 1}, /* less the terminating byte */
-    {"CHANNEL_LABEL_BYTES", CHANNEL_LABEL_BYTES - 1},   /* likewise */
-    {"CHANNEL_SENDER", CHANNEL_SENDER},
-    {"CHANNEL_RECEIVER", CHANNEL_RECEIVER},
-    {"CHANNEL_STEP", CHANNEL_STEP},
-    {"CHANNEL_SKIP", CHANNEL_SKIP},
-    {"CHANNEL_FAIL", CHANNEL_FAIL},
-    {"CHANNEL_ABSENT", CHANNEL_ABSENT},
-    {"CHANNEL_ALIVE", CHANNEL_ALIVE},
-    {"CHANNEL_DEAD", CHANNEL_DEAD},
-    {"CHANNEL_LEFT", CHANNEL_LEFT},
-    {NULL, 0},
 };
 
 /* ---- ChannelMemory: a message's payload as a buffer, in place.

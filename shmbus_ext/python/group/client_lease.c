@@ -5,10 +5,6 @@
  * here. */
 #include "python/group/group.h"
 
-static struct {
-    PyObject *number, *size, *places;
-} word;
-
 /* Parse one place; false if it lies outside the segment. */
 static bool parse_place(const struct segment *segment, const char *bytes, struct record_ref *ref) {
     struct wire_place place;
@@ -48,9 +44,9 @@ static ClientLeaseObject *lease_of_places(HolderObject *borrower, const char *by
 }
 
 ClientLeaseObject *py_client_lease_new(HolderObject *borrower, PyObject *granted, long long step) {
-    PyObject *number = PyObject_GetAttr(granted, word.number);
-    PyObject *size = number == NULL ? NULL : PyObject_GetAttr(granted, word.size);
-    PyObject *places = size == NULL ? NULL : PyObject_GetAttr(granted, word.places);
+    PyObject *number = PyObject_GetAttr(granted, py_word.number);
+    PyObject *size = number == NULL ? NULL : PyObject_GetAttr(granted, py_word.size);
+    PyObject *places = size == NULL ? NULL : PyObject_GetAttr(granted, py_word.places);
     char *bytes;
     Py_ssize_t count;
     ClientLeaseObject *self =
@@ -101,13 +97,11 @@ static PyObject *pack_each(PyObject *items, size_t each,
     Py_ssize_t count = PyList_GET_SIZE(items);
     PyObject *packed = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)each);
     for (Py_ssize_t i = 0; packed != NULL && i < count; i++) {
-        PyObject *item = PyList_GET_ITEM(items, i);
-        if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
+        const TrajectoryObject *t = py_as_trajectory(PyList_GET_ITEM(items, i));
+        if (t == NULL) {
             Py_CLEAR(packed);
         } else {
-            pack((const TrajectoryObject *)item, PyBytes_AS_STRING(packed) + (size_t)i * each);
+            pack(t, PyBytes_AS_STRING(packed) + (size_t)i * each);
         }
     }
     return packed;
@@ -139,12 +133,3 @@ PyMethodDef py_client_lease_functions[] = {
     {"identities", py_identities, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-bool py_client_lease_add_objects(PyObject *Py_UNUSED(module)) {
-    const struct word_note words[] = {
-        {&word.number, "number"},
-        {&word.size, "size"},
-        {&word.places, "places"},
-    };
-    return INTERN_WORDS(words);
-}

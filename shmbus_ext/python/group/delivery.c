@@ -6,15 +6,10 @@
 
 #include "ring/observe.h"
 
-/* Name of the field whose rows count as tokens; without the field, the record's first field with
- * rows. */
-#define TOKENS_FIELD "tokens"
-
-static PyObject *tokens_field;
-
-/* Index of the shape word with the token count; -1 if no field has rows. */
+/* Index of the shape word with the token count: of the tokens or, without them, of the record's
+ * first field with rows; -1 if no field has rows. */
 static int length_word(const SchemaObject *schema) {
-    int at = py_schema_find(schema, tokens_field);
+    int at = py_schema_find(schema, py_word.tokens);
     for (int i = 0; at < 0 && i < (int)schema->count; i++) {
         at = schema->ndim[i] > 0 ? i : -1;
     }
@@ -98,8 +93,7 @@ PyMethodDef py_delivery_functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* FIGURE_BOUNDS: upper bounds of the buckets, per figure. */
-static PyObject *bounds_tuple(void) {
+PyObject *py_figure_bounds(void) {
     PyObject *all = PyTuple_New(SHMBUS_FIGURES);
     for (int f = 0; all != NULL && f < SHMBUS_FIGURES; f++) {
         PyObject *own = PyTuple_New(SHMBUS_FIGURE_BOUNDS);
@@ -109,15 +103,4 @@ static PyObject *bounds_tuple(void) {
         py_tuple_set(&all, f, own);
     }
     return all;
-}
-
-const struct named_value py_delivery_constants[] = {
-    {"FIGURES_BYTES", (long)sizeof(struct delivery_figures)},
-    {"FIGURE_WORDS", (long)(sizeof(struct figure_entry) / 8)},
-    {NULL, 0},
-};
-
-bool py_delivery_add_objects(PyObject *module) {
-    tokens_field = PyUnicode_InternFromString(TOKENS_FIELD);
-    return tokens_field != NULL && py_add_object(module, "FIGURE_BOUNDS", bounds_tuple());
 }

@@ -71,7 +71,6 @@ bool py_group_lists_have_leased(const GroupListsObject *self, const PyObject *ob
 /* Time of the oldest lease, or 0; CLOCK_MONOTONIC. */
 uint64_t py_group_lists_leased_since(const GroupListsObject *self);
 
-bool py_arrival_init(void);
 
 /* ---- ClientLease: one group leased by a daemon to this process, and the wire form of its
  * places. */
@@ -156,17 +155,26 @@ typedef struct {
 } GroupTableObject;
 extern PyTypeObject GroupTableType;
 
+/* Outcome of one sample. */
+enum {
+    REFUSED_MEMORY = -1,
+    TAKEN = 0,
+    COMPLETED,
+    REFUSED_DUPLICATE,
+    REFUSED_GROUP_SIZE,
+    REFUSED_SURPLUS,
+    REFUSED_FAILING,
+    REFUSED_LEASED
+};
+
 /* Put up to SAMPLES_BATCH samples into their cells; refused samples go to `left`. */
 bool py_group_table_put_samples(GroupTableObject *self, PyObject *const *samples, Py_ssize_t count,
                                 double now_s, PyObject *left);
 
+/* FIGURE_BOUNDS: upper bounds of the buckets, per figure. */
+PyObject *py_figure_bounds(void);
 /* Registered by module.c. */
 extern PyMethodDef py_client_lease_functions[];
-bool py_client_lease_add_objects(PyObject *module);
-extern const struct named_value py_delivery_constants[];
 extern PyMethodDef py_delivery_functions[];
-bool py_delivery_add_objects(PyObject *module);
-bool py_group_add_objects(PyObject *module);
-extern const struct named_value py_group_table_constants[];
 
 #endif

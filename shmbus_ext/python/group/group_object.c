@@ -20,10 +20,6 @@ typedef struct {
     bool seen; /* set by the caller's first access */
 } GroupObject;
 
-static struct {
-    PyObject *key, *samples, *size, *leased;
-} word;
-
 /* Read key, samples and size from the lease: a GroupEntry, or an object with the same
  * attributes. */
 static bool read_lease(GroupObject *self, PyObject *lease) {
@@ -41,9 +37,9 @@ static bool read_lease(GroupObject *self, PyObject *lease) {
         self->size = own->size;
         return self->samples != NULL;
     }
-    self->key = PyObject_GetAttr(lease, word.key);
-    self->samples = PyObject_GetAttr(lease, word.samples);
-    PyObject *size = PyObject_GetAttr(lease, word.size);
+    self->key = PyObject_GetAttr(lease, py_word.key);
+    self->samples = PyObject_GetAttr(lease, py_word.samples);
+    PyObject *size = PyObject_GetAttr(lease, py_word.size);
     if (self->key == NULL || self->samples == NULL || size == NULL) {
         Py_XDECREF(size);
         return false;
@@ -64,7 +60,7 @@ PyObject *py_group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease) 
     }
     self->consumer = Py_NewRef(consumer);
     self->lease = Py_NewRef(lease);
-    self->state = Py_NewRef(word.leased);
+    self->state = Py_NewRef(py_word.leased);
     if (!read_lease(self, lease)) {
         Py_CLEAR(self);
     }
@@ -88,7 +84,7 @@ static PyObject *py_group_make(PyObject *type, PyObject *args) {
 PyObject *py_group_lease(PyObject *group, PyObject *consumer) {
     const GroupObject *self = (const GroupObject *)group;
     return PyObject_TypeCheck(group, &GroupBaseType) && self->consumer == consumer &&
-                   self->state == word.leased
+                   self->state == py_word.leased
                ? self->lease
                : NULL;
 }
@@ -101,7 +97,7 @@ void py_group_set_state(PyObject *group, PyObject *state) {
  * the way. Its lease goes back as if never taken. Otherwise a lease outlives its group until ended
  * explicitly. */
 static void give_back_unseen(GroupObject *self) {
-    if (!self->seen && self->state == word.leased && self->lease != NULL && PyErr_Occurred()) {
+    if (!self->seen && self->state == py_word.leased && self->lease != NULL && PyErr_Occurred()) {
         GroupEntryObject *entry = (GroupEntryObject *)self->lease;
         if (Py_IS_TYPE(self->lease, &GroupEntryType) && entry->place == ENTRY_LEASED) {
             py_group_entry_give_back(entry);
@@ -248,14 +244,4 @@ PyObject *py_group_members(PyObject *groups, PyObject **sizes) {
         }
     }
     return all;
-}
-
-bool py_group_add_objects(PyObject *Py_UNUSED(module)) {
-    const struct word_note words[] = {
-        {&word.key, "key"},
-        {&word.samples, "samples"},
-        {&word.size, "size"},
-        {&word.leased, "leased"},
-    };
-    return INTERN_WORDS(words);
 }

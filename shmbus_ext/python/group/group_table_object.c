@@ -386,10 +386,6 @@ PyTypeObject GroupEntryType = {
 /* ---- A sample's key and place, from a Trajectory, or the attributes of a foreign object.
  *
  * Invariant: equal keys have equal hashes, whatever their source object. */
-static struct {
-    PyObject *key, *group_size, *need, *index, *nbytes, *failed;
-} attribute;
-
 static bool hash_key(struct group_key *key, PyObject *id, long long round, uint32_t split) {
     Py_ssize_t length = PyUnicode_GET_LENGTH(id) * (Py_ssize_t)PyUnicode_KIND(id);
     Py_hash_t hash = PyObject_Hash(id);
@@ -453,7 +449,7 @@ static PyObject *py_key_of(PyObject *sample) {
     if (Py_IS_TYPE(sample, &TrajectoryType)) {
         return Py_NewRef(((TrajectoryObject *)sample)->key);
     }
-    return PyObject_GetAttr(sample, attribute.key);
+    return PyObject_GetAttr(sample, py_word.key);
 }
 
 /* Read a sample's facts; false with an exception and no key to release. */
@@ -481,11 +477,11 @@ static bool py_arrival_read(struct arrival *to, PyObject *sample, bool count_byt
     uint64_t width, need, cell, failed;
     to->nbytes = 0;
     if (!py_key_read(&to->at, to->key) ||
-        !take_number(sample, attribute.group_size, SHMBUS_MAX_GROUP_SIZE, &width) ||
-        !take_number(sample, attribute.need, width, &need) ||
-        !take_number(sample, attribute.index, SHMBUS_MAX_GROUP_SIZE, &cell) ||
-        !take_number(sample, attribute.failed, 1, &failed) ||
-        (count_bytes && !take_number(sample, attribute.nbytes, INT64_MAX, &to->nbytes))) {
+        !take_number(sample, py_word.group_size, SHMBUS_MAX_GROUP_SIZE, &width) ||
+        !take_number(sample, py_word.need, width, &need) ||
+        !take_number(sample, py_word.index, SHMBUS_MAX_GROUP_SIZE, &cell) ||
+        !take_number(sample, py_word.failed, 1, &failed) ||
+        (count_bytes && !take_number(sample, py_word.nbytes, INT64_MAX, &to->nbytes))) {
         Py_CLEAR(to->key);
         return false;
     }
@@ -504,21 +500,12 @@ static bool py_sum_bytes(PyObject *samples, uint64_t *total) {
         uint64_t nbytes;
         if (Py_IS_TYPE(sample, &TrajectoryType)) {
             nbytes = ((TrajectoryObject *)sample)->ref.bytes;
-        } else if (!take_number(sample, attribute.nbytes, INT64_MAX, &nbytes)) {
+        } else if (!take_number(sample, py_word.nbytes, INT64_MAX, &nbytes)) {
             return false;
         }
         *total += nbytes;
     }
     return true;
-}
-
-bool py_arrival_init(void) {
-    const struct word_note words[] = {
-        {&attribute.key, "key"},       {&attribute.group_size, "group_size"},
-        {&attribute.need, "need"},     {&attribute.index, "index"},
-        {&attribute.nbytes, "nbytes"}, {&attribute.failed, "failed"},
-    };
-    return INTERN_WORDS(words);
 }
 
 /* ---- The table. */
@@ -583,17 +570,6 @@ static GroupEntryObject *take_entry(GroupTableObject *self, struct group_entry *
     self->nbytes -= nbytes;
     return taken;
 }
-
-enum {
-    REFUSED_MEMORY = -1,
-    TAKEN = 0,
-    COMPLETED,
-    REFUSED_DUPLICATE,
-    REFUSED_GROUP_SIZE,
-    REFUSED_SURPLUS,
-    REFUSED_FAILING,
-    REFUSED_LEASED
-};
 
 /* 1 if the sample's group fails, already or by this sample; -1 with an exception. */
 static int is_failing(const GroupTableObject *self, const struct arrival *from) {
@@ -975,10 +951,4 @@ PyTypeObject GroupTableType = {
     .tp_as_sequence = &group_table_sequence,
     .tp_init = (initproc)py_group_table_init,
     .tp_new = py_group_table_new,
-};
-
-const struct named_value py_group_table_constants[] = {
-    {"REFUSED_DUPLICATE", REFUSED_DUPLICATE}, {"REFUSED_GROUP_SIZE", REFUSED_GROUP_SIZE},
-    {"REFUSED_SURPLUS", REFUSED_SURPLUS},     {"REFUSED_FAILING", REFUSED_FAILING},
-    {"REFUSED_LEASED", REFUSED_LEASED},       {NULL, 0},
 };

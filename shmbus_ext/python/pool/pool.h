@@ -14,6 +14,8 @@ typedef struct {
 } PoolObject;
 
 extern PyTypeObject PoolType;
+/* True for a usable handle of a reader; false with an exception. */
+bool py_pool_is_reader(PoolObject *self);
 
 /* ---- PoolLease: one version of a slot pool, readable during the object's life. */
 typedef struct {
@@ -47,7 +49,6 @@ typedef struct {
 extern PyTypeObject PoolWriteType;
 
 /* Registered by module.c. */
-extern const struct named_value py_pool_constants[];
 extern PyMethodDef py_pool_lease_functions[];
 extern PyMethodDef py_pool_patch_functions[];
 extern PyMethodDef py_pool_rows_functions[];

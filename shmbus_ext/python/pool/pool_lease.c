@@ -6,60 +6,40 @@
 
 #include "base/checksum.h"
 
-static bool is_reader(PoolObject *pool) {
-    if (!py_companion_usable(&pool->base)) {
+bool py_pool_is_reader(PoolObject *self) {
+    if (!py_companion_usable(&self->base)) {
         return false;
     }
-    NEVER(pool->c.reader < 0, false);
+    NEVER(self->c.reader < 0, false);
     return true;
 }
 
-/* Allocate before leasing the slot: every lease then has an owner. */
-static PoolLeaseObject *new_lease(void) {
-    PoolLeaseObject *self = PyObject_New(PoolLeaseObject, &PoolLeaseType);
-    if (self != NULL) {
-        self->pool = NULL;
+/* pool_lease(pool, after[, version]): a PoolLease of the newest version after the sequence `after`,
+ * or of the named version; or a status. */
+static PyObject *py_pool_lease(PyObject *Py_UNUSED(module), PyObject *args) {
+    PoolObject *pool;
+    unsigned long long after;
+    long long version = 0;
+    if (!PyArg_ParseTuple(args, "O!K|L", &PoolType, &pool, &after, &version) ||
+        !py_pool_is_reader(pool)) {
+        return NULL;
     }
-    return self;
-}
-
-/* Return the lease, or the status on failure. */
-static PyObject *leased(PoolLeaseObject *self, PoolObject *pool, enum shared_status status) {
+    /* Allocate before leasing the slot: every lease then has an owner. */
+    PoolLeaseObject *self = PyObject_New(PoolLeaseObject, &PoolLeaseType);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->pool = NULL;
+    enum shared_status status =
+        PyTuple_GET_SIZE(args) > 2 ? lease_version(&pool->c, version, &self->slot, &self->row)
+                                   : lease_latest(&pool->c, after, &self->slot, &self->row);
     if (status != SHARED_OK) {
         Py_DECREF(self);
-        return status == SHARED_SYSTEM_ERROR
-                   ? py_companion_system_error(&pool->base)
-                   : PyLong_FromLong(status);
+        return py_companion_status(&pool->base, status);
     }
     self->pool = pool;
     py_companion_add_user(&pool->base);
     return (PyObject *)self;
-}
-
-/* pool_lease(pool, after): a PoolLease of the newest version, or a status. */
-static PyObject *py_pool_lease(PyObject *Py_UNUSED(module), PyObject *args) {
-    PoolObject *pool;
-    unsigned long long after;
-    if (!PyArg_ParseTuple(args, "O!K", &PoolType, &pool, &after) || !is_reader(pool)) {
-        return NULL;
-    }
-    PoolLeaseObject *self = new_lease();
-    return self == NULL
-               ? NULL
-               : leased(self, pool, lease_latest(&pool->c, after, &self->slot, &self->row));
-}
-
-/* pool_lease_version(pool, version): a PoolLease of the version, or a status. */
-static PyObject *py_pool_lease_version(PyObject *Py_UNUSED(module), PyObject *args) {
-    PoolObject *pool;
-    long long version;
-    if (!PyArg_ParseTuple(args, "O!L", &PoolType, &pool, &version) || !is_reader(pool)) {
-        return NULL;
-    }
-    PoolLeaseObject *self = new_lease();
-    return self == NULL
-               ? NULL
-               : leased(self, pool, lease_version(&pool->c, version, &self->slot, &self->row));
 }
 
 static void py_pool_lease_dealloc(PoolLeaseObject *self) {
@@ -166,6 +146,5 @@ PyTypeObject PoolLeaseType = {
 
 PyMethodDef py_pool_lease_functions[] = {
     {"pool_lease", py_pool_lease, METH_VARARGS, NULL},
-    {"pool_lease_version", py_pool_lease_version, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -23,8 +23,12 @@ static void isolate(CompanionObject *self) {
     pool_isolate(&((PoolObject *)self)->c);
 }
 
+static struct bell *bell_of(CompanionObject *self, unsigned int number) {
+    return number < POOL_BELLS ? pool_bell(&((PoolObject *)self)->c, (enum pool_bell)number) : NULL;
+}
+
 static const struct companion_kind pool_kind = {
-    "pool", offsetof(PoolObject, c.file), open_pool, shut, isolate,
+    "pool", offsetof(PoolObject, c.file), open_pool, shut, isolate, bell_of,
 };
 
 static PyObject *py_pool_create(PyTypeObject *type, PyObject *args) {
@@ -87,8 +91,7 @@ static PyObject *py_pool_claim_writer(PoolObject *self, PyObject *args) {
             rows_leave(&self->c);
         }
     }
-    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
-                                       : PyBool_FromLong(status == SHARED_OK);
+    return py_companion_claimed(&self->base, status);
 }
 
 static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
@@ -98,10 +101,8 @@ static PyObject *py_pool_claim_reader(PoolObject *self, PyObject *args) {
         !py_companion_usable(&self->base) || !has_no_role(self)) {
         return NULL;
     }
-    enum shared_status status =
-        rows_claim_reader(&self->c, label, device, (uint32_t)getpid(), keeps_row);
-    return status == SHARED_SYSTEM_ERROR ? py_companion_system_error(&self->base)
-                                       : PyBool_FromLong(status == SHARED_OK);
+    return py_companion_claimed(
+        &self->base, rows_claim_reader(&self->c, label, device, (uint32_t)getpid(), keeps_row));
 }
 
 /* True after adding a slot; False if every slot already has memory; raises without memory. */
@@ -126,41 +127,10 @@ static PyObject *py_pool_newest(PoolObject *self, PyObject *Py_UNUSED(ignored)) 
     return PyLong_FromUnsignedLongLong(pool_word_sequence(lease_newest(&self->c)));
 }
 
-static bool parse_bell(PoolObject *self, unsigned int which) {
-    NEVER(which >= POOL_BELLS, false);
-    return py_companion_usable(&self->base);
-}
-
-static PyObject *py_pool_announce(PoolObject *self, PyObject *args) {
-    unsigned int which;
-    if (!PyArg_ParseTuple(args, "I", &which) || !parse_bell(self, which)) {
-        return NULL;
-    }
-    return PyLong_FromUnsignedLong(bell_announce(pool_bell(&self->c, (enum pool_bell)which)));
-}
-
-/* wait(bell, ticket, timeout_s): True if the bell rang. */
-static PyObject *py_pool_wait(PoolObject *self, PyObject *args) {
-    unsigned int which, ticket;
-    double timeout_s;
-    if (!PyArg_ParseTuple(args, "IId", &which, &ticket, &timeout_s) || !parse_bell(self, which)) {
-        return NULL;
-    }
-    return py_companion_wait(&self->base, pool_bell(&self->c, (enum pool_bell)which), ticket,
-                             timeout_s);
-}
-
-static bool is_reader(PoolObject *self) {
-    if (py_companion_usable(&self->base) && self->c.reader < 0) {
-        PyErr_Format(PyExc_RuntimeError, "pool '%U': this handle is no reader", self->base.name);
-    }
-    return !PyErr_Occurred();
-}
-
 static PyObject *py_pool_applied(PoolObject *self, PyObject *args) {
     unsigned long long sequence;
     long long version;
-    if (!PyArg_ParseTuple(args, "KL", &sequence, &version) || !is_reader(self)) {
+    if (!PyArg_ParseTuple(args, "KL", &sequence, &version) || !py_pool_is_reader(self)) {
         return NULL;
     }
     rows_applied(&self->c, sequence, version);
@@ -172,7 +142,8 @@ static PyObject *py_pool_refused(PoolObject *self, PyObject *args) {
     long long version;
     int code;
     const char *text;
-    if (!PyArg_ParseTuple(args, "KLis", &sequence, &version, &code, &text) || !is_reader(self)) {
+    if (!PyArg_ParseTuple(args, "KLis", &sequence, &version, &code, &text) ||
+        !py_pool_is_reader(self)) {
         return NULL;
     }
     rows_refused(&self->c, sequence, version, code, text);
@@ -219,8 +190,8 @@ static PyMethodDef pool_methods[] = {
     METHOD("claim_reader", py_pool_claim_reader, METH_VARARGS, NULL),
     METHOD("grow", py_pool_grow, METH_NOARGS, NULL),
     METHOD("newest", py_pool_newest, METH_NOARGS, NULL),
-    METHOD("announce", py_pool_announce, METH_VARARGS, NULL),
-    METHOD("wait", py_pool_wait, METH_VARARGS, NULL),
+    METHOD("announce", py_companion_announce, METH_VARARGS, NULL),
+    METHOD("wait", py_companion_wait, METH_VARARGS, NULL),
     METHOD("applied", py_pool_applied, METH_VARARGS, NULL),
     METHOD("refused", py_pool_refused, METH_VARARGS, NULL),
     METHOD("count_skipped", py_pool_count_skipped, METH_NOARGS, NULL),
@@ -251,34 +222,7 @@ PyTypeObject PoolType = {
     .tp_members = pool_members,
 };
 
-const struct named_value py_pool_constants[] = {
-    {"POOL_LAYOUT_VERSION", POOL_LAYOUT_VERSION},
-    {"POOL_MAX_SLOTS", POOL_MAX_SLOTS},
-    {"POOL_MAX_RANKS", POOL_MAX_RANKS},
-    {"POOL_MAX_READERS", POOL_MAX_READERS},
-    {"POOL_LABEL_BYTES", POOL_LABEL_BYTES - 1}, /* less the terminating byte */
-    {"POOL_DEVICE_BYTES", POOL_DEVICE_BYTES - 1},
-    {"POOL_TEXT_BYTES", POOL_TEXT_BYTES - 1},
-    {"POOL_ERROR_BYTES", POOL_ERROR_BYTES - 1},
-    {"POOL_BELL_VERSION", POOL_BELL_VERSION},
-    {"POOL_BELL_SPACE", POOL_BELL_SPACE},
-    {"POOL_BELL_RANKS", POOL_BELL_RANKS},
-    {"PIECE_ABSENT", PIECE_ABSENT},
-    {"PIECE_DONE", PIECE_DONE},
-    {"PIECE_FAILED", PIECE_FAILED},
-    {"PIECE_DEAD", PIECE_DEAD},
-    {"ROW_ALIVE", ROW_ALIVE},
-    {"ROW_DEAD", ROW_DEAD},
-    {NULL, 0},
-};
-
 /* ---- The tables of a pool as dictionaries, for display only: no value here bounds an access. */
-static PyObject *text_of(const char *text, size_t room) {
-    char copy[POOL_ERROR_BYTES];
-    memcpy(copy, text, room);
-    return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strnlen(copy, room), "replace");
-}
-
 static PyObject *describe_slot(const struct pool *pool, uint32_t slot, uint64_t latest) {
     struct slot_row row;
     bool whole = lease_peek(pool, slot, &row);
@@ -293,17 +237,17 @@ static PyObject *describe_slot(const struct pool *pool, uint32_t slot, uint64_t 
         U64(row.sequence), "version", (long long)row.version, "bytes", U64(row.bytes), "meta_bytes",
         U64(row.meta_bytes), "digests", row.digests, "ranks", row.ranks, "published_unix_ns",
         U64(row.published_unix_ns), "base_sequence", U64(row.base_sequence), "base_version",
-        (long long)row.base_version, "text", text_of(row.text, sizeof row.text));
+        (long long)row.base_version, "text", FIELD_TEXT(row.text));
 }
 
 static PyObject *describe_rank(const struct pool *pool, uint32_t rank) {
     const struct rank_row *row = &pool->rank_rows[rank];
     return Py_BuildValue("{s:I,s:i,s:I,s:N,s:K,s:K,s:K,s:N}", "rank", rank, "life",
                          (int)rows_writer_life(pool, rank), "pid", RELAXED(row->pid), "label",
-                         text_of(row->label, sizeof row->label), "started",
+                         FIELD_TEXT(row->label), "started",
                          U64(RELAXED(row->started)), "done", U64(RELAXED(row->done)), "failed",
                          U64(RELAXED(row->failed)), "error",
-                         text_of(row->error, sizeof row->error));
+                         FIELD_TEXT(row->error));
 }
 
 static PyObject *describe_reader(const struct pool *pool, uint32_t index) {
@@ -314,11 +258,11 @@ static PyObject *describe_reader(const struct pool *pool, uint32_t index) {
     return Py_BuildValue(
         "{s:I,s:i,s:I,s:N,s:N,s:I,s:K,s:L,s:K,s:L,s:i,s:N}", "reader", index, "life",
         (int)rows_reader_life(pool, index), "pid", RELAXED(row->pid), "label",
-        text_of(row->label, sizeof row->label), "device", text_of(row->device, sizeof row->device),
+        FIELD_TEXT(row->label), "device", FIELD_TEXT(row->device),
         "holds", RELAXED(row->holds), "applied", applied, "applied_version",
         (long long)RELAXED(row->applied_version), "refused", refused, "refused_version",
         (long long)RELAXED(row->refused_version), "error_code", (int)RELAXED(row->error_code),
-        "error", text_of(row->error, sizeof row->error));
+        "error", FIELD_TEXT(row->error));
 }
 
 static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyObject *readers) {

@@ -48,10 +48,11 @@ static PyObject *py_pool_write_new(PoolObject *pool, uint32_t slot, bool is_piec
     return (PyObject *)self;
 }
 
-static PyObject *status_of(PoolObject *pool, enum shared_status status) {
-    return status == SHARED_SYSTEM_ERROR
-               ? py_companion_system_error(&pool->base)
-               : PyLong_FromLong(status);
+static PyObject *not_begun(PoolWriteObject *self, enum shared_status status) {
+    self->ended = true;
+    PyObject *result = py_companion_status(&self->pool->base, status);
+    Py_DECREF(self);
+    return result;
 }
 
 /* pool_begin(pool, version, bytes, meta, text, ranks, patches): a PoolWrite, or a status. */
@@ -88,10 +89,7 @@ static PyObject *py_pool_begin(PyObject *Py_UNUSED(module), PyObject *args) {
     uint64_t sequence = 0;
     enum shared_status status = publish_begin(&pool->c, &facts, &self->slot, &sequence);
     if (status != SHARED_OK) {
-        self->ended = true;
-        PyObject *result = status_of(pool, status);
-        Py_DECREF(self);
-        return result;
+        return not_begun(self, status);
     }
     self->sequence = sequence;
     self->version = version;
@@ -114,10 +112,7 @@ static PyObject *py_pool_join(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     enum shared_status status = publish_join(&pool->c, &self->slot, &row);
     if (status != SHARED_OK) {
-        self->ended = true;
-        PyObject *result = status_of(pool, status);
-        Py_DECREF(self);
-        return result;
+        return not_begun(self, status);
     }
     self->sequence = row.sequence;
     self->version = row.version;

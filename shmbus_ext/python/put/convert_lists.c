@@ -339,19 +339,9 @@ int py_list_sizes(PyObject *name, PyObject *value, uint64_t sizes[SHMBUS_MAX_NDI
     return ndim + more;
 }
 
-static PyArrayObject *new_array(PyArray_Descr *dtype, int ndim, const uint64_t *sizes) {
-    npy_intp dims[SHMBUS_MAX_NDIM];
-    for (int d = 0; d < ndim; d++) {
-        dims[d] = (npy_intp)sizes[d];
-    }
-    Py_INCREF(dtype);
-    return (PyArrayObject *)PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL, NULL, 0,
-                                                 NULL);
-}
-
 PyArrayObject *py_convert_list(PyObject *name, PyObject *value, PyArray_Descr *dtype,
                                enum stored_kind kind, int ndim, const uint64_t *sizes) {
-    PyArrayObject *made = new_array(dtype, ndim, sizes);
+    PyArrayObject *made = (PyArrayObject *)py_array_over(dtype, ndim, sizes, NULL, 0, NULL);
     if (made == NULL) {
         return NULL;
     }
@@ -372,7 +362,9 @@ PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_De
         sizes[d] = (uint64_t)PyArray_DIM(array, d);
     }
     PyArrayObject *plain = plain_array(array);
-    PyArrayObject *made = plain == NULL ? NULL : new_array(dtype, ndim, sizes);
+    PyArrayObject *made =
+        plain == NULL ? NULL
+                      : (PyArrayObject *)py_array_over(dtype, ndim, sizes, NULL, 0, NULL);
     if (made != NULL) {
         struct conversion conversion = {.name = name, .dtype = dtype, .kind = kind, .ndim = ndim,
                                         .sizes = sizes, .to = PyArray_DATA(made),

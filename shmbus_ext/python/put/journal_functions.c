@@ -149,12 +149,20 @@ static PyObject *py_relay_forget(PyObject *Py_UNUSED(module), PyObject *args) {
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
-/* relay_notes(segment) -> [(entry, origin, state, end reason or -1)]: every entry in force. */
-SEGMENT_FUNCTION(py_relay_notes, py_take_writable) {
+/* relay_notes(segment, ended=False) -> [(entry, origin, state, end reason or -1)]: every entry in
+ * force, or the settled entries of ended records that their source has not released yet. */
+static PyObject *py_relay_notes(PyObject *Py_UNUSED(module), PyObject *args) {
+    SegmentObject *segment;
+    int ended = 0;
+    if (!PyArg_ParseTuple(args, "O&|p", py_take_segment, &segment, &ended)) {
+        return NULL;
+    }
     PyObject *notes = PyList_New(0);
     for (uint32_t i = 0; notes != NULL && i < segment->c.relay_entry_count; i++) {
         struct relay_note note;
-        if (!relay_read(&segment->c, i, &note)) {
+        if ((ended && RELAXED(segment->c.relay_entries[i].ended) == 0) ||
+            !relay_read(&segment->c, i, &note) ||
+            (ended && (note.state != RELAY_SETTLED || note.ended == 0))) {
             continue;
         }
         char origin[RELAY_ORIGIN_BYTES];
@@ -164,65 +172,6 @@ SEGMENT_FUNCTION(py_relay_notes, py_take_writable) {
                                   note.ended > SHMBUS_REASONS ? -1 : (int)note.ended - 1));
     }
     return notes;
-}
-
-/* relay_ended(segment) -> list[origin]: ended records whose source has not released them yet. */
-SEGMENT_FUNCTION(py_relay_ended, py_take_segment) {
-    PyObject *found = PyList_New(0);
-    for (uint32_t i = 0; found != NULL && i < segment->c.relay_entry_count; i++) {
-        struct relay_note note;
-        if (RELAXED(segment->c.relay_entries[i].ended) == 0 || !relay_read(&segment->c, i, &note) ||
-            note.state != RELAY_SETTLED || note.ended == 0) {
-            continue;
-        }
-        char origin[RELAY_ORIGIN_BYTES];
-        origin_pack(origin, note.origin.identity, note.origin.producer_id, note.origin.sequence);
-        py_list_add(&found, PyBytes_FromStringAndSize(origin, (Py_ssize_t)sizeof origin));
-    }
-    return found;
-}
-
-/* Pack the entries of n (entry, reason) pairs with the given reason; NULL with an exception. */
-static PyObject *pack_ends(const uint32_t (*pairs)[2], uint32_t n, uint32_t reason,
-                           uint32_t count) {
-    PyObject *packed = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * sizeof(uint32_t)));
-    char *at = packed == NULL ? NULL : PyBytes_AS_STRING(packed);
-    for (uint32_t i = 0; at != NULL && i < n; i++) {
-        if (pairs[i][1] == reason) {
-            memcpy(at, &pairs[i][0], sizeof pairs[i][0]);
-            at += sizeof pairs[i][0];
-        }
-    }
-    return packed;
-}
-
-/* relay_ends(segment) -> dict[reason, entries]: settled entries of ended records, packed. */
-SEGMENT_FUNCTION(py_relay_ends, py_take_writable) {
-    uint32_t n = 0, counts[SHMBUS_REASONS] = {0};
-    uint32_t(*pairs)[2] = PyMem_Calloc(segment->c.relay_entry_count + 1u, sizeof *pairs);
-    if (pairs == NULL) {
-        return PyErr_NoMemory();
-    }
-    for (uint32_t i = 0; i < segment->c.relay_entry_count; i++) {
-        struct relay_note note;
-        if (RELAXED(segment->c.relay_entries[i].ended) == 0 || !relay_read(&segment->c, i, &note) ||
-            note.state != RELAY_SETTLED || note.ended == 0 || note.ended > SHMBUS_REASONS) {
-            continue;
-        }
-        pairs[n][0] = i;
-        pairs[n++][1] = note.ended - 1;
-        counts[note.ended - 1]++;
-    }
-    PyObject *ends = PyDict_New();
-    for (uint32_t reason = 0; ends != NULL && reason < SHMBUS_REASONS; reason++) {
-        if (counts[reason] == 0) {
-            continue;
-        }
-        py_dict_put(&ends, PyLong_FromUnsignedLong(reason),
-                    pack_ends(pairs, n, reason, counts[reason]));
-    }
-    PyMem_Free(pairs);
-    return ends;
 }
 
 /* relay_words(segment) -> (entries, writer, incarnation, source_incarnation, term, ended, seen_ns,
@@ -294,18 +243,9 @@ PyMethodDef py_relay_functions[] = {
     {"relay_drop", py_relay_drop, METH_VARARGS, NULL},
     {"relay_settle", py_relay_settle, METH_VARARGS, NULL},
     {"relay_forget", py_relay_forget, METH_VARARGS, NULL},
-    {"relay_notes", py_relay_notes, METH_O, NULL},
-    {"relay_ended", py_relay_ended, METH_O, NULL},
-    {"relay_ends", py_relay_ends, METH_O, NULL},
+    {"relay_notes", py_relay_notes, METH_VARARGS, NULL},
     {"relay_words", py_relay_words, METH_O, NULL},
     {"relay_note", py_relay_note, METH_VARARGS, NULL},
     {"relay_next_source", py_relay_next_source, METH_O, NULL},
     {NULL, NULL, 0, NULL},
-};
-
-const struct named_value py_relay_constants[] = {
-    {"RELAY_INTENDED", RELAY_INTENDED},
-    {"RELAY_OWED", RELAY_OWED},
-    {"RELAY_SETTLED", RELAY_SETTLED},
-    {NULL, 0},
 };

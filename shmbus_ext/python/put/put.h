@@ -73,7 +73,6 @@ bool py_parse_timeout(PyObject *value, double *timeout_s);
 bool py_parse_score(PyObject *value, double *score);
 /* One version, or oldest and newest; `span` receives their distance. */
 bool py_parse_policy_versions(PyObject *value, int64_t *oldest, uint32_t *span);
-bool py_arguments_init(void);
 
 /* ---- The fields of a put: matched with the declared schema, taken as arrays or lists, and planned. */
 /* Call after taking the arguments: check the fields, against the declared schema if set, and plan
@@ -83,10 +82,12 @@ bool py_arguments_finish(struct put_arguments *self, struct schema_cache *cache,
 /* True if a field of `ndim` dimensions fits behind `words` shape words; false with an exception. */
 bool py_arguments_shape_fits(PyObject *name, uint32_t words, Py_ssize_t ndim);
 
+/* Bytes of a field; a product beyond every record stays above. */
+uint64_t py_field_bytes(PyArray_Descr *dtype, int ndim, const uint64_t *sizes);
+
 /* Convert lists to arrays, running element code if necessary; false with an exception. */
 bool py_arguments_convert_lists(struct put_arguments *self);
 
-bool py_plan_fields_init(void);
 /* Convert a value by the hook, like NumPy; NULL with an exception. */
 PyObject *py_as_array(PyObject *name, PyObject *value, bool declared);
 /* Last planning step: schema and part offsets. A record above every limit raises with the text
@@ -264,15 +265,12 @@ extern PyTypeObject RestorerType;
 /* ---- Writer: the base of shmbus.Producer. */
 extern PyTypeObject WriterType;
 
+/* STANDARD_DTYPES: the dtypes of fields that need no declaration, by name. */
+PyObject *py_standard_dtypes(void);
 /* Registered by module.c. */
-bool py_arguments_add_constants(PyObject *module);
-bool py_plan_fields_add_constants(PyObject *module);
-extern const struct named_value py_waits_constants[];
 extern PyMethodDef py_waits_functions[];
-bool py_waits_add_objects(PyObject *module);
 extern PyMethodDef py_convert_functions[];
 extern PyMethodDef py_import_functions[];
 extern PyMethodDef py_relay_functions[];
-extern const struct named_value py_relay_constants[];
 
 #endif

@@ -5,32 +5,6 @@
 
 #include <math.h>
 
-static PyObject *word_group_size, *word_index, *word_score, *word_policy_version, *word_round,
-    *word_meta, *word_timeout, *word_instance_id, *word_split, *word_need, *word_rows,
-    *word_row_lengths;
-
-bool py_arguments_init(void) {
-    const struct word_note words[] = {{&word_group_size, "group_size"},
-                                      {&word_index, "index"},
-                                      {&word_score, "score"},
-                                      {&word_policy_version, "policy_version"},
-                                      {&word_round, "round"},
-                                      {&word_meta, "meta"},
-                                      {&word_timeout, "timeout"},
-                                      {&word_instance_id, "instance_id"},
-                                      {&word_split, "split"},
-                                      {&word_need, "need"},
-                                      {&word_rows, "rows"},
-                                      {&word_row_lengths, SHMBUS_ROW_LENGTHS}};
-    return INTERN_WORDS(words);
-}
-
-bool py_arguments_add_constants(PyObject *module) {
-    return py_add_object(module, "MAX_SCORE", PyFloat_FromDouble(MAX_SCORE)) &&
-           PyModule_AddObjectRef(module, "ROW_LENGTHS", word_row_lengths) == 0 &&
-           PyModule_AddStringConstant(module, "SHARED_PREFIX", SHMBUS_SHARED_PREFIX) == 0;
-}
-
 void py_arguments_begin(struct put_arguments *self, struct put_fields *fields) {
     self->values = fields->values;
     self->names = fields->names;
@@ -341,7 +315,7 @@ static bool refuse_row_lengths(void) {
     return py_refuse(PyExc_ValueError,
                      "%U: this field is made of rows=, and cannot be given; pass "
                      "rows=[{...}, {...}], or call the array something else",
-                     word_row_lengths);
+                     py_word.row_lengths);
 }
 
 static bool take_split(struct put_arguments *self, PyObject *value) {
@@ -363,7 +337,7 @@ static bool take_need(struct put_arguments *self, PyObject *value) {
 /* Compare reserved words by identity: call keywords come interned. */
 bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
     int64_t number;
-    if (name == word_group_size) {
+    if (name == py_word.group_size) {
         if (!py_take_integer(value, "group_size", 1, SHMBUS_MAX_GROUP_SIZE, &number)) {
             return false;
         }
@@ -371,7 +345,7 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         self->has_group_size = true;
         return true;
     }
-    if (name == word_index) {
+    if (name == py_word.index) {
         if (!py_take_integer(value, "index", 0, SHMBUS_MAX_GROUP_SIZE - 1, &number)) {
             return false;
         }
@@ -379,37 +353,37 @@ bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *val
         self->has_index = true;
         return true;
     }
-    if (name == word_score) {
+    if (name == py_word.score) {
         return py_parse_score(value, &self->spec.score);
     }
-    if (name == word_policy_version) {
+    if (name == py_word.policy_version) {
         return py_parse_policy_versions(value, &self->spec.policy_version,
                                         &self->spec.version_span);
     }
-    if (name == word_round) {
+    if (name == py_word.round) {
         return py_parse_round(value, &self->spec.round);
     }
-    if (name == word_meta) {
+    if (name == py_word.meta) {
         Py_XSETREF(self->meta_object, value == Py_None ? NULL : Py_NewRef(value));
         return true;
     }
-    if (name == word_split) {
+    if (name == py_word.split) {
         return take_split(self, value);
     }
-    if (name == word_need) {
+    if (name == py_word.need) {
         return take_need(self, value);
     }
-    if (name == word_rows) {
+    if (name == py_word.rows) {
         Py_XSETREF(self->rows_object, value == Py_None ? NULL : Py_NewRef(value));
         return true;
     }
-    if (name == word_row_lengths) {
+    if (name == py_word.row_lengths) {
         return refuse_row_lengths();
     }
-    if (name == word_timeout) {
+    if (name == py_word.timeout) {
         return py_parse_timeout(value, &self->timeout_s);
     }
-    if (name == word_instance_id) {
+    if (name == py_word.instance_id) {
         if (self->id_object != NULL) {
             return py_refuse(PyExc_TypeError, "got two values for the argument 'instance_id'");
         }
@@ -502,33 +476,26 @@ bool py_arguments_finish_head(struct put_arguments *self) {
 
 /* Fields read by every trainer have a dtype without a declaration. */
 static struct {
-    PyObject *name;
-    PyArray_Descr *dtype;
+    PyObject *const *name;
+    int type;
     enum stored_kind kind;
-} standard[4];
+    PyArray_Descr *dtype; /* known once py_standard_dtypes was called */
+} standard[] = {
+    {&py_word.tokens, NPY_INT32, STORED_I32, NULL},
+    {&py_word.loss_mask, NPY_UINT8, STORED_U8, NULL},
+    {&py_word.logprobs, NPY_FLOAT32, STORED_F32, NULL},
+    {&py_word.advantages, NPY_FLOAT32, STORED_F32, NULL},
+};
 
-bool py_plan_fields_init(void) {
-    const struct word_note words[] = {{&standard[0].name, "tokens"},
-                                      {&standard[1].name, "loss_mask"},
-                                      {&standard[2].name, "logprobs"},
-                                      {&standard[3].name, "advantages"}};
-    standard[0].dtype = PyArray_DescrFromType(NPY_INT32);
-    standard[0].kind = STORED_I32;
-    standard[1].dtype = PyArray_DescrFromType(NPY_UINT8);
-    standard[1].kind = STORED_U8;
-    standard[2].dtype = standard[3].dtype = PyArray_DescrFromType(NPY_FLOAT32);
-    standard[2].kind = standard[3].kind = STORED_F32;
-    return INTERN_WORDS(words);
-}
-
-bool py_plan_fields_add_constants(PyObject *module) {
+PyObject *py_standard_dtypes(void) {
     PyObject *dtypes = PyDict_New();
     for (size_t s = 0; dtypes != NULL && s < sizeof standard / sizeof *standard; s++) {
-        if (PyDict_SetItem(dtypes, standard[s].name, (PyObject *)standard[s].dtype) < 0) {
+        standard[s].dtype = PyArray_DescrFromType(standard[s].type);
+        if (PyDict_SetItem(dtypes, *standard[s].name, (PyObject *)standard[s].dtype) < 0) {
             Py_CLEAR(dtypes);
         }
     }
-    return py_add_object(module, "STANDARD_DTYPES", dtypes);
+    return dtypes;
 }
 
 /* Choose the dtype for a list's elements; false with an exception if undefined. */
@@ -552,7 +519,7 @@ static bool choose_dtype(struct put_arguments *self, uint32_t i,
         return true;
     }
     for (size_t s = 0; s < sizeof standard / sizeof *standard; s++) {
-        if (name == standard[s].name || PyUnicode_Compare(name, standard[s].name) == 0) {
+        if (name == *standard[s].name || PyUnicode_Compare(name, *standard[s].name) == 0) {
             self->dtypes[i] = standard[s].dtype;
             self->kinds[i] = (uint8_t)standard[s].kind;
             return true;
@@ -562,9 +529,9 @@ static bool choose_dtype(struct put_arguments *self, uint32_t i,
     return false;
 }
 
-static uint64_t bytes_of(const uint64_t *sizes, int ndim, uint64_t itemsize) {
-    double estimate = (double)itemsize;
-    uint64_t bytes = itemsize;
+uint64_t py_field_bytes(PyArray_Descr *dtype, int ndim, const uint64_t *sizes) {
+    uint64_t bytes = (uint64_t)PyDataType_ELSIZE(dtype);
+    double estimate = (double)bytes;
     for (int d = 0; d < ndim; d++) {
         estimate *= (double)sizes[d];
         bytes *= sizes[d];
@@ -590,7 +557,7 @@ static bool plan_list(struct put_arguments *self, uint32_t i, uint32_t words,
         return false;
     }
     self->field_ndim[i] = (uint8_t)ndim;
-    self->field_bytes[i] = bytes_of(sizes, ndim, (uint64_t)PyDataType_ELSIZE(self->dtypes[i]));
+    self->field_bytes[i] = py_field_bytes(self->dtypes[i], ndim, sizes);
     memcpy(self->shape + words + 1, sizes, (size_t)ndim * sizeof *sizes);
     return true;
 }

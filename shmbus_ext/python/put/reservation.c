@@ -16,8 +16,7 @@ struct field_list {
 };
 
 /* Fill in the fields' sizes, like put from arrays. */
-static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields,
-                        uint64_t limit) {
+static bool take_shapes(struct put_arguments *arguments, const struct field_list *fields) {
     uint32_t words = 0;
     Py_ssize_t count = PyTuple_GET_SIZE(fields->names);
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -26,22 +25,16 @@ static bool take_shapes(struct put_arguments *arguments, const struct field_list
         if (!py_arguments_shape_fits(PyTuple_GET_ITEM(fields->names, i), words, ndim)) {
             return false;
         }
-        uint64_t bytes =
-            (uint64_t)PyDataType_ELSIZE((PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i));
-        double estimate = (double)bytes;
-        arguments->field_ndim[i] = (uint8_t)ndim;
-        words++;
+        uint64_t *sizes = arguments->shape + words + 1;
         for (Py_ssize_t d = 0; d < ndim; d++) {
-            uint64_t size = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, d));
+            sizes[d] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, d));
             if (PyErr_Occurred()) {
                 return false;
             }
-            estimate *= (double)size;
-            bytes *= size;
-            arguments->shape[words++] = size;
         }
-        /* An overflowed product exceeds every limit and must stay above. */
-        arguments->field_bytes[i] = estimate > (double)limit ? limit + 1 : bytes;
+        arguments->field_ndim[i] = (uint8_t)ndim;
+        arguments->field_bytes[i] = py_field_bytes(arguments->dtypes[i], (int)ndim, sizes);
+        words += 1u + (uint32_t)ndim;
     }
     arguments->spec.shape_words = words;
     return true;
@@ -98,7 +91,7 @@ static bool py_plan_reservation(WriterObject *self, struct put_arguments *argume
         arguments->names[i] = PyTuple_GET_ITEM(fields->names, i); /* borrowed: no arrays yet */
         arguments->dtypes[i] = (PyArray_Descr *)PyTuple_GET_ITEM(fields->dtypes, i);
     }
-    if (!take_shapes(arguments, fields, self->segment->c.record_limit)) {
+    if (!take_shapes(arguments, fields)) {
         return false;
     }
     arguments->declared = Py_XNewRef((PyObject *)self->declared);
@@ -196,19 +189,8 @@ static bool check_sizes(ReservationObject *self) {
 
 static PyObject *field_view(ReservationObject *self, PyArray_Descr *dtype, int ndim,
                             const uint64_t *shape) {
-    npy_intp dims[SHMBUS_MAX_NDIM];
-    for (int d = 0; d < ndim; d++) {
-        dims[d] = (npy_intp)shape[1 + d];
-    }
-    Py_INCREF(dtype);
-    PyObject *array =
-        PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL,
-                             (uint8_t *)self->at.record + shape[0], NPY_ARRAY_CARRAY, NULL);
-    if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
-                                               Py_NewRef((PyObject *)self->keeper)) < 0) {
-        Py_CLEAR(array);
-    }
-    return array;
+    return py_array_over(dtype, ndim, shape + 1, (uint8_t *)self->at.record + shape[0],
+                         NPY_ARRAY_CARRAY, (PyObject *)self->keeper);
 }
 
 /* Make the Python side of a reservation, without arrays. */

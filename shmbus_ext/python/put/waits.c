@@ -46,15 +46,3 @@ PyMethodDef py_waits_functions[] = {
     {"note_waited", py_note_waited, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-const struct named_value py_waits_constants[] = {
-    {"UNMADE_REASON_BYTES", SHMBUS_UNMADE_WORDS * sizeof(uint64_t)},
-    {NULL, 0},
-};
-
-bool py_waits_add_objects(PyObject *module) {
-    /* WAITS: names of the wait kinds, by number. */
-    return py_add_object(module, "WAITS",
-                         Py_BuildValue("(ssss)", "space", "paused", "ahead", "groups"));
-}
-_Static_assert(SHMBUS_WAITS == 4, "WAITS has a name for each");

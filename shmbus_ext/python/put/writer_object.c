@@ -86,10 +86,11 @@ static bool take_call(struct put_arguments *arguments, PyObject *const *args, Py
     return true;
 }
 
-static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t count,
-                          PyObject *kwnames, uint32_t flags, const struct request_claim *answers) {
+/* 1 for a put, 0 without a put for a lost claim; -1 with an exception. */
+static int put_call(WriterObject *self, PyObject *const *args, Py_ssize_t count, PyObject *kwnames,
+                    uint32_t flags, const struct request_claim *answers) {
     if (!py_writer_usable(self)) {
-        return NULL;
+        return -1;
     }
     struct put_fields fields;
     struct put_arguments arguments;
@@ -104,43 +105,35 @@ static PyObject *put_call(WriterObject *self, PyObject *const *args, Py_ssize_t 
                 py_writer_put_one(self, &arguments);
     py_arguments_end(&arguments);
     if (!done) {
-        return NULL;
+        return -1;
     }
     if (!arguments.unwanted) {
         py_writer_tell_reader(self);
     }
-    return answers == NULL ? Py_NewRef(Py_None) : PyBool_FromLong(!arguments.unwanted);
+    return !arguments.unwanted;
 }
 
 static PyObject *py_writer_put(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                PyObject *kwnames) {
-    return put_call(self, args, count, kwnames, 0, NULL);
+    return put_call(self, args, count, kwnames, 0, NULL) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Report a failed sample: put's arguments, with the reason as meta, and no arrays. */
-static PyObject *py_writer_fail(WriterObject *self, PyObject *const *args, Py_ssize_t count,
-                                PyObject *kwnames) {
-    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED, NULL);
-}
-
-/* Likewise for an unknown group size: group_size is an arbitrary number above the index. */
-static PyObject *py_writer_fail_unsized(WriterObject *self, PyObject *const *args, Py_ssize_t count,
-                                        PyObject *kwnames) {
-    return put_call(self, args, count, kwnames, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, NULL);
-}
-
-/* _answer(claim, flags, instance_id, ...) -> bool: end a claim by a put or a failure report; False,
- * without a put, if the claim was lost. */
+/* _answer(claim or None, flags, instance_id, ...): a put or, by `flags`, a failure report: put's
+ * arguments, with the reason as meta, and no arrays; with FLAG_NO_SIZE, group_size is an arbitrary
+ * number above the index. Ends the claim; False, without a put, if the claim was lost. */
 static PyObject *py_writer_answer(WriterObject *self, PyObject *const *args, Py_ssize_t count,
                                   PyObject *kwnames) {
     struct request_claim claim;
     NEVER(count < 2, NULL);
+    const bool claimed = args[0] != Py_None;
     int64_t flags;
-    if (!py_writer_usable(self) || !py_take_claim(self, args[0], &claim) ||
+    if (!py_writer_usable(self) || (claimed && !py_take_claim(self, args[0], &claim)) ||
         !py_take_integer(args[1], "flags", 0, SHMBUS_FLAG_FAILED | SHMBUS_FLAG_NO_SIZE, &flags)) {
         return NULL;
     }
-    return put_call(self, args + 2, count - 2, kwnames, (uint32_t)flags, &claim);
+    int done = put_call(self, args + 2, count - 2, kwnames, (uint32_t)flags,
+                        claimed ? &claim : NULL);
+    return done < 0 ? NULL : PyBool_FromLong(done);
 }
 
 /* Announce the wish for space; then try again and, on failure, call await_space with the ticket. */
@@ -354,8 +347,6 @@ static PyMethodDef writer_methods[] = {
     METHOD("put_many", py_writer_put_many, METH_VARARGS | METH_KEYWORDS, DOC_Writer_put_many),
     METHOD("_put_group", py_writer_put_group, METH_VARARGS, NULL),
     METHOD("cancelled", py_writer_cancelled, METH_VARARGS | METH_KEYWORDS, DOC_Writer_cancelled),
-    METHOD("_fail", py_writer_fail, METH_FASTCALL | METH_KEYWORDS, NULL),
-    METHOD("_fail_unsized", py_writer_fail_unsized, METH_FASTCALL | METH_KEYWORDS, NULL),
     METHOD("_answer", py_writer_answer, METH_FASTCALL | METH_KEYWORDS, NULL),
     METHOD("_take_requests", py_writer_take_requests, METH_VARARGS, NULL),
     METHOD("_give_back_request", py_writer_give_back_request, METH_O, NULL),

@@ -14,7 +14,6 @@ extern PyTypeObject BorrowerType;
 
 /* ---- ConsumerBase: the hot path of shmbus.Consumer. */
 extern PyTypeObject ConsumerBaseType;
-bool py_take_add_words(void);
 
 /* ---- Reader: the ring access of shmbus.Consumer. */
 typedef struct {

@@ -375,10 +375,6 @@ typedef struct {
     unsigned int split;             /* number of the default split */
 } ConsumerObject;
 
-static struct {
-    PyObject *max_groups, *timeout, *split, *take;
-} word;
-
 static bool read_groups(PyObject *value, struct take_request *request) {
     if (!PyLong_CheckExact(value)) {
         return false;
@@ -423,9 +419,9 @@ static bool read_call(struct take_request *request, PyObject *const *args, Py_ss
         PyObject *name = PyTuple_GET_ITEM(kwnames, i);
         PyObject *value = args[count + i];
         /* Call keywords are interned. */
-        if (!(name == word.timeout && count < 2 && read_timeout(value, request)) &&
-            !(name == word.max_groups && count < 1 && read_groups(value, request)) &&
-            !(name == word.split && read_split(value, request, segment))) {
+        if (!(name == py_word.timeout && count < 2 && read_timeout(value, request)) &&
+            !(name == py_word.max_groups && count < 1 && read_groups(value, request)) &&
+            !(name == py_word.split && read_split(value, request, segment))) {
             return false;
         }
     }
@@ -445,7 +441,7 @@ static PyObject *py_consumer_take(ConsumerObject *self, PyObject *const *args, P
         Py_DECREF(intake);
         return groups;
     }
-    PyObject *method = PyObject_GetAttr((PyObject *)self, word.take);
+    PyObject *method = PyObject_GetAttr((PyObject *)self, py_word.take);
     PyObject *groups =
         method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)count, kwnames);
     Py_XDECREF(method);
@@ -490,13 +486,3 @@ PyTypeObject ConsumerBaseType = {
     .tp_members = consumer_members,
     .tp_new = PyType_GenericNew,
 };
-
-bool py_take_add_words(void) {
-    const struct word_note words[] = {
-        {&word.max_groups, "max_groups"},
-        {&word.timeout, "timeout"},
-        {&word.split, "split"},
-        {&word.take, "_take"},
-    };
-    return INTERN_WORDS(words);
-}

@@ -50,34 +50,14 @@ static PyObject *shape_text(const DeclaredSchemaObject *self, uint32_t field) {
     return shape;
 }
 
-/* Name of a dimension whose size contradicts an earlier field or dimension; -1 without a
- * conflict. */
-static int64_t find_disagreement(const DeclaredSchemaObject *self,
-                                 const struct declared_bindings *bindings, uint32_t field, int ndim,
-                                 const uint64_t *sizes) {
-    for (int d = 0; d < ndim && ndim == self->ndim[field]; d++) {
-        int64_t wanted = self->dimensions[field][d];
-        if (wanted >= 0 && sizes[d] != (uint64_t)wanted) {
-            return -1;
-        }
-        int64_t name = SHMBUS_DIMENSION_NAMED - wanted;
-        if (wanted <= SHMBUS_DIMENSION_NAMED && (bindings->bound >> name & 1) != 0 &&
-            sizes[d] != bindings->sizes[name]) {
-            return name;
-        }
-    }
-    return -1;
-}
-
 bool py_declared_refuse_shape(const DeclaredSchemaObject *self,
                               const struct declared_bindings *bindings, uint32_t field, int ndim,
-                              const uint64_t *sizes) {
-    int64_t name = find_disagreement(self, bindings, field, ndim, sizes);
+                              const uint64_t *sizes, int at) {
+    const struct declared_field *declared = &self->parsed.fields[field];
+    int64_t size = at < 0 ? 0 : declared_schema_dimension(declared, (uint32_t)at);
+    int64_t name = SHMBUS_DIMENSION_NAMED - size; /* negative for a dimension without a name */
     PyObject *wanted = shape_text(self, field);
-    PyObject *got = PyTuple_New(ndim);
-    for (int d = 0; got != NULL && d < ndim; d++) {
-        py_tuple_set(&got, d, PyLong_FromUnsignedLongLong(sizes[d]));
-    }
+    PyObject *got = py_sizes(sizes, ndim);
     if (wanted != NULL && got != NULL && name >= 0) {
         PyErr_Format(PyExc_ValueError,
                      "%U: expected the shape %R with %U = %llu, as %U has it, got %R",
@@ -135,37 +115,10 @@ static bool take_names(DeclaredSchemaObject *self) {
     return true;
 }
 
-/* Lay out the dimensions of every field for fast checks. */
-static bool take_dimensions(DeclaredSchemaObject *self) {
-    const struct declared_fields *parsed = &self->parsed;
-    self->room = PyMem_Calloc((size_t)parsed->count * SHMBUS_MAX_NDIM, sizeof *self->room);
-    if (self->room == NULL) {
-        PyErr_NoMemory();
-        return false;
-    }
-    int64_t *at = self->room;
-    for (uint32_t i = 0; i < parsed->count; i++) {
-        const struct declared_field *field = &parsed->fields[i];
-        self->ndim[i] = field->ndim;
-        self->dimensions[i] = at;
-        for (uint32_t d = 0; d < field->ndim; d++) {
-            *at++ = declared_schema_dimension(field, d);
-        }
-        if (field->flags & SHMBUS_DECLARED_ANY_SHAPE) {
-            self->any_shape |= UINT64_C(1) << i;
-        }
-    }
-    return true;
-}
-
 static bool take_dtype(DeclaredSchemaObject *self, uint32_t i) {
     const struct declared_field *field = &self->parsed.fields[i];
-    PyObject *encoded =
-        PyBytes_FromStringAndSize((const char *)field->dtype, (Py_ssize_t)field->dtype_bytes);
-    self->dtypes[i] = encoded == NULL ? NULL
-                                      : py_decode_dtype(PyTuple_GET_ITEM(self->names, i), encoded,
-                                                        field->itemsize);
-    Py_XDECREF(encoded);
+    self->dtypes[i] = py_decode_dtype(PyTuple_GET_ITEM(self->names, i), field->dtype,
+                                      field->dtype_bytes, field->itemsize);
     if (self->dtypes[i] == NULL) {
         return false;
     }
@@ -193,7 +146,7 @@ static PyObject *py_declared_new(PyTypeObject *type, PyObject *args, PyObject *P
         Py_DECREF(self);
         return NULL;
     }
-    bool taken = take_names(self) && take_dimensions(self);
+    bool taken = take_names(self);
     for (uint32_t i = 0; taken && i < self->parsed.count; i++) {
         taken = take_dtype(self, i);
     }
@@ -210,7 +163,6 @@ static void py_declared_dealloc(DeclaredSchemaObject *self) {
     Py_XDECREF(self->names);
     Py_XDECREF(self->dimension_names);
     Py_XDECREF(self->encoded);
-    PyMem_Free(self->room);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 

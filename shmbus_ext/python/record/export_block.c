@@ -9,12 +9,8 @@
 
 /* A readable trajectory; NULL with an exception. */
 static TrajectoryObject *readable(PyObject *item) {
-    if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        return (TrajectoryObject *)PyErr_Format(
-            PyExc_TypeError, "expected trajectories, got %.100s", Py_TYPE(item)->tp_name);
-    }
-    TrajectoryObject *t = (TrajectoryObject *)item;
-    return py_trajectory_readable(t) ? t : NULL;
+    TrajectoryObject *t = py_as_trajectory(item);
+    return t != NULL && py_trajectory_readable(t) ? t : NULL;
 }
 
 void py_trajectory_raise_changed(const TrajectoryObject *t) {
@@ -119,14 +115,9 @@ static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items
     NEVER(!PyList_Check(items), NULL);
     PyObject *origins = PyList_New(PyList_GET_SIZE(items));
     for (Py_ssize_t i = 0; origins != NULL && i < PyList_GET_SIZE(origins); i++) {
-        PyObject *item = PyList_GET_ITEM(items, i), *found = NULL;
-        if (!Py_IS_TYPE(item, &TrajectoryType)) {
-            PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
-        } else if (py_segment_usable(((TrajectoryObject *)item)->holder->segment, "Consumer")) {
-            found = lasting_of((TrajectoryObject *)item);
-        }
-        py_list_set(&origins, i, found);
+        const TrajectoryObject *t = py_as_trajectory(PyList_GET_ITEM(items, i));
+        bool usable = t != NULL && py_segment_usable(t->holder->segment, "Consumer");
+        py_list_set(&origins, i, usable ? lasting_of(t) : NULL);
     }
     return origins;
 }
@@ -154,17 +145,11 @@ SEGMENT_FUNCTION(py_leased_in_part, py_take_segment) {
     return PyBool_FromLong((long)RELAXED(header->leased_in_part));
 }
 
-/* leased_state(sample) -> int: mark of an earlier collector's lease; 0 if unmarked. */
+/* leased_state(sample) -> (state, members): mark of an earlier collector's lease, and the lease's
+ * number of members; zeros if unmarked. */
 static PyObject *py_leased_state(PyObject *Py_UNUSED(module), PyObject *item) {
-    return PyLong_FromUnsignedLong(
-        Py_IS_TYPE(item, &TrajectoryType) ? ((TrajectoryObject *)item)->leased : 0);
-}
-
-/* leased_members(state) -> int: the lease's number of members. */
-static PyObject *py_leased_members(PyObject *Py_UNUSED(module), PyObject *argument) {
-    unsigned long state = PyLong_AsUnsignedLong(argument);
-    return PyErr_Occurred() ? NULL
-                            : PyLong_FromUnsignedLong(shmbus_leased_members((uint32_t)state));
+    uint32_t state = Py_IS_TYPE(item, &TrajectoryType) ? ((TrajectoryObject *)item)->leased : 0;
+    return Py_BuildValue("(II)", state, state == 0 ? 0u : shmbus_leased_members(state));
 }
 
 /* forget_leased(samples): treat marked samples like unmarked samples from now on. */
@@ -184,14 +169,8 @@ PyMethodDef py_export_functions[] = {
     {"lineage", py_lineage, METH_O, NULL},
     {"leased_in_part", py_leased_in_part, METH_O, NULL},
     {"leased_state", py_leased_state, METH_O, NULL},
-    {"leased_members", py_leased_members, METH_O, NULL},
     {"forget_leased", py_forget_leased, METH_O, NULL},
     {"record_origins", py_record_origins, METH_O, NULL},
     {"export_block", py_export_block, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
-};
-
-const struct named_value py_export_constants[] = {
-    {"BLOCK_HEADER_BYTES", sizeof(struct block_header)},
-    {NULL, 0},
 };

@@ -158,11 +158,10 @@ static bool append(struct sink *to, struct head_row *row, PyObject *id, PyObject
 }
 
 static bool append_record(struct sink *to, PyObject *item, PyObject *reason_of) {
-    if (!Py_IS_TYPE(item, &TrajectoryType)) {
-        return py_refuse(PyExc_TypeError, "expected trajectories, got %.100s",
-                         Py_TYPE(item)->tp_name);
+    const TrajectoryObject *t = py_as_trajectory(item);
+    if (t == NULL) {
+        return false;
     }
-    const TrajectoryObject *t = (TrajectoryObject *)item;
     struct head_row row = {
         .round = t->round,
         .policy_version = t->policy_version,

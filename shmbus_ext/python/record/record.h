@@ -42,7 +42,6 @@ typedef struct schema_object {
     uint32_t count;
     uint8_t ndim[SHMBUS_MAX_FIELDS];
     uint16_t shape_at[SHMBUS_MAX_FIELDS]; /* word of the field's offset, followed by its sizes */
-    PyObject *dtype_names[SHMBUS_MAX_FIELDS];
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS]; /* resolved at first use */
     uint8_t kinds[SHMBUS_MAX_FIELDS];         /* enum element_kind */
 } SchemaObject;
@@ -54,7 +53,8 @@ int py_schema_find(const SchemaObject *self, PyObject *name);
  * missing. */
 int py_find_name(PyObject *names, uint32_t count, PyObject *name);
 /* Decode a dtype and check its itemsize; NULL with an exception. */
-PyArray_Descr *py_decode_dtype(PyObject *name, PyObject *encoded, uint32_t itemsize);
+PyArray_Descr *py_decode_dtype(PyObject *name, const void *text, uint32_t bytes,
+                               uint32_t itemsize);
 PyArray_Descr *py_schema_dtype(SchemaObject *self, int field);
 /* True for equal dtypes; substitutes for types unknown to NumPy compare by name. */
 bool py_same_dtype(PyArray_Descr *one, PyArray_Descr *other);
@@ -154,8 +154,15 @@ typedef struct {
     uint32_t leased; /* state of a lease by an earlier collector; or 0 */
 } TrajectoryObject;
 extern PyTypeObject TrajectoryType;
+/* The item as a trajectory, borrowed; NULL with a TypeError. */
+TrajectoryObject *py_as_trajectory(PyObject *item);
 TrajectoryObject *py_trajectory_new(HolderObject *holder, const struct record_copy *copy,
                                     const struct record_ref *ref);
+/* A tuple of sizes. */
+PyObject *py_sizes(const uint64_t *sizes, int ndim);
+/* An array over `data`, kept alive by `base`, which is not stolen; in new memory without `data`. */
+PyObject *py_array_over(PyArray_Descr *dtype, int ndim, const uint64_t *sizes, void *data,
+                        int flags, PyObject *base);
 /* False with an exception once the space may belong to a newer record. */
 bool py_trajectory_readable(const TrajectoryObject *self);
 /* Raise ValueError: the record changed after reading. */
@@ -181,10 +188,6 @@ typedef struct {
     uint64_t required;         /* a bit per field */
     PyArray_Descr *dtypes[SHMBUS_MAX_FIELDS];
     uint8_t kinds[SHMBUS_MAX_FIELDS]; /* enum stored_kind */
-    uint64_t any_shape;               /* a bit per field */
-    uint8_t ndim[SHMBUS_MAX_FIELDS];
-    int64_t *dimensions[SHMBUS_MAX_FIELDS]; /* as parsed, in `room` */
-    int64_t *room;
     struct declared_fields parsed;
 } DeclaredSchemaObject;
 extern PyTypeObject DeclaredSchemaType;
@@ -221,22 +224,25 @@ struct declared_bindings {
     uint64_t sizes[SHMBUS_MAX_DIMENSION_NAMES];
     uint8_t fields[SHMBUS_MAX_DIMENSION_NAMES]; /* the binding fields */
 };
+/* `at`: the refused dimension; -1 for a wrong number of dimensions. */
 bool py_declared_refuse_shape(const DeclaredSchemaObject *self,
                               const struct declared_bindings *bindings, uint32_t field, int ndim,
-                              const uint64_t *sizes);
+                              const uint64_t *sizes, int at);
 /* Check a field's sizes together with the fields before; false with an exception. */
 static inline bool py_declared_fits(const DeclaredSchemaObject *self,
                                     struct declared_bindings *bindings, uint32_t field, int ndim,
                                     const uint64_t *sizes) {
-    if (self->any_shape >> field & 1) {
+    const struct declared_field *declared = &self->parsed.fields[field];
+    if (declared->flags & SHMBUS_DECLARED_ANY_SHAPE) {
         return true;
     }
-    bool fits = ndim == self->ndim[field];
-    for (int d = 0; fits && d < ndim; d++) {
-        int64_t wanted = self->dimensions[field][d];
-        if (wanted >= 0) {
-            fits = sizes[d] == (uint64_t)wanted;
-        } else if (wanted <= SHMBUS_DIMENSION_NAMED) {
+    if (ndim != declared->ndim) {
+        return py_declared_refuse_shape(self, bindings, field, ndim, sizes, -1);
+    }
+    for (int d = 0; d < ndim; d++) {
+        int64_t wanted = declared_schema_dimension(declared, (uint32_t)d);
+        bool fits = wanted < 0 || sizes[d] == (uint64_t)wanted;
+        if (wanted <= SHMBUS_DIMENSION_NAMED) {
             int64_t name = SHMBUS_DIMENSION_NAMED - wanted;
             if (bindings->bound >> name & 1) {
                 fits = sizes[d] == bindings->sizes[name];
@@ -246,8 +252,11 @@ static inline bool py_declared_fits(const DeclaredSchemaObject *self,
                 bindings->fields[name] = (uint8_t)field;
             }
         }
+        if (!fits) {
+            return py_declared_refuse_shape(self, bindings, field, ndim, sizes, d);
+        }
     }
-    return fits || py_declared_refuse_shape(self, bindings, field, ndim, sizes);
+    return true;
 }
 /* Sizes of an empty list: the first known from the list, the others from the declaration. */
 int py_declared_complete(const DeclaredSchemaObject *self, uint32_t field, int ndim,
@@ -284,7 +293,6 @@ bool py_trajectory_require_score(const TrajectoryObject *self);
 /* Registered by module.c. */
 extern PyMethodDef py_declared_functions[];
 extern PyMethodDef py_export_functions[];
-extern const struct named_value py_export_constants[];
 extern PyMethodDef py_origin_head_functions[];
 
 #endif

@@ -228,11 +228,8 @@ SchemaObject *py_schema_parse(const uint8_t *encoded, uint32_t bytes, uint32_t c
         memcpy(&entry, at, sizeof entry);
         at += sizeof entry;
         PyObject *name = PyUnicode_DecodeUTF8((const char *)at, entry.name_bytes, "replace");
-        at += entry.name_bytes;
-        self->dtype_names[i] = PyBytes_FromStringAndSize((const char *)at, entry.dtype_bytes);
-        at += entry.dtype_bytes;
-        if (name == NULL || self->dtype_names[i] == NULL) {
-            Py_XDECREF(name);
+        at += entry.name_bytes + entry.dtype_bytes;
+        if (name == NULL) {
             Py_DECREF(self);
             return NULL;
         }
@@ -265,8 +262,12 @@ int py_schema_find(const SchemaObject *self, PyObject *name) {
     return py_find_name(self->names, self->count, name);
 }
 
-PyArray_Descr *py_decode_dtype(PyObject *name, PyObject *encoded, uint32_t itemsize) {
-    PyObject *dtype = PyObject_CallFunctionObjArgs(hooks.decode_dtype, name, encoded, NULL);
+PyArray_Descr *py_decode_dtype(PyObject *name, const void *text, uint32_t bytes,
+                               uint32_t itemsize) {
+    PyObject *encoded = PyBytes_FromStringAndSize(text, (Py_ssize_t)bytes);
+    PyObject *dtype =
+        encoded == NULL ? NULL
+                        : PyObject_CallFunctionObjArgs(hooks.decode_dtype, name, encoded, NULL);
     if (dtype != NULL && (!PyArray_DescrCheck(dtype) ||
                           (uint32_t)PyDataType_ELSIZE((PyArray_Descr *)dtype) != itemsize ||
                           PyDataType_REFCHK((PyArray_Descr *)dtype))) {
@@ -274,6 +275,7 @@ PyArray_Descr *py_decode_dtype(PyObject *name, PyObject *encoded, uint32_t items
                      encoded, itemsize);
         Py_CLEAR(dtype);
     }
+    Py_XDECREF(encoded);
     return (PyArray_Descr *)dtype;
 }
 
@@ -290,7 +292,8 @@ PyArray_Descr *py_schema_dtype(SchemaObject *self, int field) {
         }
         /* The bounds were proved for the itemsize of the record, not of the dtype. */
         self->dtypes[field] = py_decode_dtype(PyTuple_GET_ITEM(self->names, field),
-                                              self->dtype_names[field], entry.itemsize);
+                                              at + sizeof entry + entry.name_bytes,
+                                              entry.dtype_bytes, entry.itemsize);
         if (self->dtypes[field] != NULL) {
             self->kinds[field] = (uint8_t)kind_of_dtype(self->dtypes[field]);
         }
@@ -300,7 +303,6 @@ PyArray_Descr *py_schema_dtype(SchemaObject *self, int field) {
 
 static void py_schema_dealloc(SchemaObject *self) {
     for (uint32_t i = 0; i < SHMBUS_MAX_FIELDS; i++) {
-        Py_XDECREF(self->dtype_names[i]);
         Py_XDECREF(self->dtypes[i]);
     }
     Py_XDECREF(self->names);

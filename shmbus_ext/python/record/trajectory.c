@@ -12,6 +12,38 @@
 #include "public_docs.h"
 #include "python/hooks.h"
 
+TrajectoryObject *py_as_trajectory(PyObject *item) {
+    if (!Py_IS_TYPE(item, &TrajectoryType)) {
+        PyErr_Format(PyExc_TypeError, "expected trajectories, got %.100s", Py_TYPE(item)->tp_name);
+        return NULL;
+    }
+    return (TrajectoryObject *)item;
+}
+
+PyObject *py_sizes(const uint64_t *sizes, int ndim) {
+    PyObject *tuple = PyTuple_New(ndim);
+    for (int d = 0; tuple != NULL && d < ndim; d++) {
+        py_tuple_set(&tuple, d, PyLong_FromUnsignedLongLong(sizes[d]));
+    }
+    return tuple;
+}
+
+PyObject *py_array_over(PyArray_Descr *dtype, int ndim, const uint64_t *sizes, void *data,
+                        int flags, PyObject *base) {
+    npy_intp dims[SHMBUS_MAX_NDIM];
+    for (int d = 0; d < ndim; d++) {
+        dims[d] = (npy_intp)sizes[d];
+    }
+    Py_INCREF(dtype);
+    PyObject *array =
+        PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL, data, flags, NULL);
+    if (array != NULL && base != NULL &&
+        PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(base)) < 0) {
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
 static PyObject *shared_id(HolderObject *holder, const char *text, uint32_t bytes, uint32_t hash) {
     PyObject **place = &holder->ids[hash % ID_TABLE];
     if (*place != NULL) {
@@ -176,21 +208,10 @@ static PyObject *py_trajectory_view(TrajectoryObject *self, int field) {
         }
     }
     const uint64_t *shape = self->shape + self->schema->shape_at[field];
-    int ndim = self->schema->ndim[field];
-    npy_intp dims[SHMBUS_MAX_NDIM];
-    for (int d = 0; d < ndim; d++) {
-        dims[d] = (npy_intp)shape[1 + d];
-    }
-    Py_INCREF(dtype);
     const struct segment *segment = &self->holder->segment->c;
     uint8_t *data = segment->view_base + (py_trajectory_bytes(self) - segment->base) + shape[0];
-    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL, data,
-                                           NPY_ARRAY_CARRAY_RO, NULL);
-    if (array != NULL && PyArray_SetBaseObject((PyArrayObject *)array,
-                                               Py_NewRef((PyObject *)self->pin)) < 0) {
-        Py_CLEAR(array);
-    }
-    return array;
+    return py_array_over(dtype, self->schema->ndim[field], shape + 1, data, NPY_ARRAY_CARRAY_RO,
+                         (PyObject *)self->pin);
 }
 
 /* -1 with an exception for an unknown field. */
@@ -242,12 +263,7 @@ static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
     if (field < 0) {
         return NULL;
     }
-    const uint64_t *shape = self->shape + self->schema->shape_at[field];
-    PyObject *result = PyTuple_New(self->schema->ndim[field]);
-    for (int d = 0; result != NULL && d < self->schema->ndim[field]; d++) {
-        py_tuple_set(&result, d, PyLong_FromUnsignedLongLong(shape[1 + d]));
-    }
-    return result;
+    return py_sizes(self->shape + self->schema->shape_at[field] + 1, self->schema->ndim[field]);
 }
 
 static PyObject *py_trajectory_meta(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
@@ -270,10 +286,7 @@ static PyObject *py_trajectory_meta(TrajectoryObject *self, void *Py_UNUSED(igno
 }
 
 static PyObject *py_trajectory_round(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
-    if (self->round == SHMBUS_NO_ROUND) {
-        Py_RETURN_NONE;
-    }
-    return PyLong_FromLongLong(self->round);
+    return py_round(self->round);
 }
 
 static PyObject *py_trajectory_split(TrajectoryObject *self, void *Py_UNUSED(ignored)) {

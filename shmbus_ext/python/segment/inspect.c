@@ -14,28 +14,18 @@
 
 /* ---- locks ---- */
 
-static PyObject *lock_answer(enum lock_status status) {
-    return status == LOCK_ERROR ? PyErr_SetFromErrno(PyExc_OSError)
-                                : PyBool_FromLong(status == LOCK_HELD_ELSEWHERE);
-}
-
-/* lock_held(fd, byte) -> bool: True if a living process holds the lock. Works on a read-only fd. */
+/* lock_held(fd, byte, bytes=1) -> bool: True if a living process holds a lock in the range; 0 bytes
+ * reach to the end of every file. Works on a read-only fd. */
 static PyObject *py_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
     int fd;
-    long long byte;
-    if (!PyArg_ParseTuple(args, "iL", &fd, &byte)) {
+    long long byte, bytes = 1;
+    if (!PyArg_ParseTuple(args, "iL|L", &fd, &byte, &bytes)) {
         return NULL;
     }
-    return lock_answer(file_lock_probe(fd, byte));
-}
-
-/* any_lock_held(fd) -> bool: likewise for every byte. */
-static PyObject *py_any_lock_held(PyObject *Py_UNUSED(module), PyObject *args) {
-    int fd;
-    if (!PyArg_ParseTuple(args, "i", &fd)) {
-        return NULL;
-    }
-    return lock_answer(file_lock_probe_all(fd));
+    int64_t start = byte, length = bytes;
+    enum lock_status status = file_lock_find(fd, &start, &length);
+    return status == LOCK_ERROR ? PyErr_SetFromErrno(PyExc_OSError)
+                                : PyBool_FromLong(status == LOCK_HELD_ELSEWHERE);
 }
 
 /* lock_all(fd) -> bool: True if this description now holds every lock. */
@@ -283,29 +273,6 @@ static PyObject *py_read_run(PyObject *Py_UNUSED(module), PyObject *args) {
     PyMem_Free(copy);
     return rows == NULL ? NULL
                         : Py_BuildValue("(NKN)", rows, U64(run.place.offset), PyBool_FromLong(cut));
-}
-
-const struct named_value py_inspect_constants[] = {
-    {"MAGIC", (long)SHMBUS_MAGIC},
-    {"HEADER_BYTES", (long)SHMBUS_HEADER_BYTES},
-    {"RELEASED_OFFSET", (long)offsetof(struct bus_header, released)},
-    {"REASONS", SHMBUS_REASONS},
-    {"LOCK_COLLECTOR", SHMBUS_LOCK_COLLECTOR},
-    {"LOCK_SLOT", SHMBUS_LOCK_SLOT},
-    {"LOCK_VIEW", SHMBUS_LOCK_VIEW},
-    {"REF_OFFSET_BITS", (long)REF_OFFSET_BITS},
-    {"FLAG_MOVED", SHMBUS_FLAG_MOVED},
-    {"FLAG_FAILED", SHMBUS_FLAG_FAILED},
-    {"FLAG_NO_SIZE", SHMBUS_FLAG_NO_SIZE},
-    {"FLAGS_KEPT", SHMBUS_FLAGS_KEPT},
-    {"RETRY_PAUSE", SHMBUS_RETRY_PAUSE},
-    {NULL, 0},
-};
-
-bool py_inspect_add_objects(PyObject *module) {
-    return py_add_object(module, "RETRY_BUSY", PyLong_FromUnsignedLongLong(SHMBUS_RETRY_BUSY)) &&
-           py_add_object(module, "RETRY_ANSWERED",
-                         PyLong_FromUnsignedLongLong(SHMBUS_RETRY_ANSWERED));
 }
 
 /* ---- The tables of layout_tables.h: every shared field by name, offset, size and kind.
@@ -568,7 +535,6 @@ SEGMENT_FUNCTION(py_next_round, py_take_writable) {
 PyMethodDef py_inspect_functions[] = {
     {"layout", py_layout, METH_NOARGS, NULL},
     {"lock_held", py_lock_held, METH_VARARGS, NULL},
-    {"any_lock_held", py_any_lock_held, METH_VARARGS, NULL},
     {"lock_all", py_lock_all, METH_VARARGS, NULL},
     {"scan_run", py_scan_run, METH_VARARGS, NULL},
     {"read_run", py_read_run, METH_VARARGS, NULL},

@@ -92,7 +92,7 @@ PyObject *py_locks_held(const struct segment *segment, unsigned int kind) {
     size_t left = 0;
     todo[left][0] = base;
     todo[left++][1] = end;
-    while (left > 0) {
+    while (found != NULL && left > 0) {
         int64_t from = todo[--left][0], to = todo[left][1];
         int64_t start = from, bytes = to - from;
         if (bytes <= 0 || file_lock_find(segment->fd, &start, &bytes) != LOCK_HELD_ELSEWHERE) {
@@ -100,13 +100,8 @@ PyObject *py_locks_held(const struct segment *segment, unsigned int kind) {
         }
         int64_t last = bytes == 0 || start + bytes > to ? to : start + bytes;
         start = start < from ? from : start;
-        PyObject *row = Py_BuildValue("(LL)", (long long)(start - base), (long long)(last - start));
-        if (row == NULL || PyList_Append(found, row) < 0) {
-            Py_XDECREF(row);
-            Py_CLEAR(found);
-            break;
-        }
-        Py_DECREF(row);
+        py_list_add(&found,
+                    Py_BuildValue("(LL)", (long long)(start - base), (long long)(last - start)));
         if (left + 2 <= SHMBUS_MAX_EXTENTS + 2) {
             todo[left][0] = from;
             todo[left++][1] = start;

@@ -164,7 +164,7 @@ SEGMENT_FUNCTION(py_request_wanted, py_take_segment) {
 }
 
 PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t number) {
-    struct request_text text;
+    struct request_row text;
     if (!request_read(&segment->c, row, number, &text, NULL)) {
         return Py_NewRef(Py_None);
     }
@@ -197,14 +197,14 @@ SEGMENT_FUNCTION(py_request_rows, py_take_segment) {
     for (uint32_t row = 0; found != NULL && row < rows; row++) {
         struct request_counts counts;
         uint64_t number = request_open_row(&segment->c, row);
-        struct request_text text;
+        struct request_row text;
         if (number == 0 || !request_read(&segment->c, row, number, &text, NULL) ||
             !request_count(&segment->c, row, number, &counts)) {
             continue;
         }
-        py_list_add(&found,
-                    Py_BuildValue("(IKNIII)", row, U64(number), PyBool_FromLong(text.admitted),
-                                  counts.open, counts.claimed, counts.done));
+        PyObject *admitted = PyBool_FromLong(request_is_admitted(&segment->c, row));
+        py_list_add(&found, Py_BuildValue("(IKNIII)", row, U64(number), admitted, counts.open,
+                                          counts.claimed, counts.done));
     }
     return found;
 }
@@ -439,16 +439,4 @@ PyMethodDef py_request_functions[] = {
     {"lead_free", py_lead_free, METH_VARARGS, NULL},
     {"request_divide", py_request_divide, METH_O, NULL},
     {NULL, NULL, 0, NULL},
-};
-
-const struct named_value py_request_constants[] = {
-    {"REQUEST_LEVELS", SHMBUS_REQUEST_LEVELS},
-    {"REQUEST_MAX_ROWS", SHMBUS_REQUEST_MAX_ROWS},
-    {"REQUEST_ROW_SHARE", SHMBUS_REQUEST_ROW_SHARE},
-    {"REQUEST_UNIT", SHMBUS_REQUEST_UNIT},
-    {"REQUEST_MIN_BYTES", (long)SHMBUS_REQUEST_MIN_BYTES},
-    {"REQUEST_MAX_BYTES", (long)SHMBUS_REQUEST_MAX_BYTES},
-    {"LEAD_ROWS", SHMBUS_LEAD_ROWS},
-    {"REQUEST_IS_RETRY", (long)REQUEST_IS_RETRY},
-    {NULL, 0},
 };

@@ -18,27 +18,28 @@ static bool take_entry(PyObject *args, const char *format, SegmentObject **segme
  * late=0): for the collector. */
 static PyObject *py_retry_publish(PyObject *Py_UNUSED(module), PyObject *args) {
     SegmentObject *segment;
-    unsigned int entry, late = 0;
+    unsigned int entry, split, need, late = 0;
     unsigned long long number;
     long long round;
     const char *id, *reason;
     Py_ssize_t id_bytes, reason_bytes;
-    struct retry_request request;
+    struct retry_entry request;
     memset(&request, 0, sizeof request);
     if (!PyArg_ParseTuple(args, "O&IKs#LIIIIIy#|I", py_take_segment, &segment, &entry, &number, &id,
-                          &id_bytes, &round, &request.split, &request.group_size, &request.need,
-                          &request.index, &request.attempt, &reason, &reason_bytes, &late)) {
+                          &id_bytes, &round, &split, &request.group_size, &need, &request.index,
+                          &request.attempt, &reason, &reason_bytes, &late)) {
         return NULL;
     }
     NEVER(entry >= SHMBUS_RETRY_ENTRIES || number == 0 || id_bytes < 1 ||
           id_bytes > (Py_ssize_t)SHMBUS_MAX_ID_BYTES ||
-          reason_bytes > (Py_ssize_t)SHMBUS_RETRY_REASON_BYTES ||
-          request.split >= SHMBUS_MAX_SPLITS || request.need > request.group_size ||
-          request.group_size > SHMBUS_MAX_GROUP_SIZE, NULL);
+          reason_bytes > (Py_ssize_t)SHMBUS_RETRY_REASON_BYTES || split >= SHMBUS_MAX_SPLITS ||
+          need > request.group_size || request.group_size > SHMBUS_MAX_GROUP_SIZE, NULL);
     request.number = number;
     request.round = round;
-    request.late = late;
     request.asked_ns = clock_monotonic_ns();
+    request.need = (uint16_t)need;
+    request.split = (uint16_t)split;
+    request.late = late != 0;
     request.id_bytes = (uint16_t)id_bytes;
     request.reason_bytes = (uint16_t)reason_bytes;
     memcpy(request.id, id, (size_t)id_bytes);
@@ -72,12 +73,13 @@ static PyObject *py_retry_take_back(PyObject *Py_UNUSED(module), PyObject *args)
                                      : PyBool_FromLong(taken == RETRY_TAKEN_BACK);
 }
 
-static PyObject *describe_request(uint32_t entry, const struct retry_request *request) {
+static PyObject *describe_request(uint32_t entry, const struct retry_entry *request) {
     PyObject *id = PyUnicode_DecodeUTF8(request->id, request->id_bytes, "replace");
     PyObject *reason = PyUnicode_DecodeUTF8(request->reason, request->reason_bytes, "replace");
-    return Py_BuildValue("(IKKNNIIIIINK)", entry, U64(request->number), U64(request->claimant), id,
-                         py_round(request->round), request->split, request->group_size,
-                         request->need, request->index, request->attempt, reason,
+    return Py_BuildValue("(IKKNNIIIIINK)", entry, U64(request->number),
+                         U64(RELAXED(request->claim)), id, py_round(request->round),
+                         (unsigned int)request->split, request->group_size,
+                         (unsigned int)request->need, request->index, request->attempt, reason,
                          U64(request->asked_ns));
 }
 
@@ -86,7 +88,7 @@ static PyObject *describe_request(uint32_t entry, const struct retry_request *re
 SEGMENT_FUNCTION(py_retry_requests, py_take_segment) {
     PyObject *found = PyList_New(0);
     for (uint32_t entry = 0; found != NULL && entry < SHMBUS_RETRY_ENTRIES; entry++) {
-        struct retry_request request;
+        struct retry_entry request;
         if (!retry_read(&segment->c, entry, &request)) {
             continue;
         }
@@ -144,10 +146,4 @@ PyMethodDef py_retry_functions[] = {
     {"retry_note", py_retry_note, METH_VARARGS, NULL},
     {"retry_noted", py_retry_noted, METH_O, NULL},
     {NULL, NULL, 0, NULL},
-};
-
-const struct named_value py_retry_constants[] = {
-    {"RETRY_ENTRIES", SHMBUS_RETRY_ENTRIES},
-    {"RETRY_REASON_BYTES", SHMBUS_RETRY_REASON_BYTES},
-    {NULL, 0},
 };

@@ -52,7 +52,9 @@ typedef struct {
 extern PyTypeObject SegmentType;
 
 void py_segment_add_view(SegmentObject *self, struct view *view);
-/* Raise if the handle was closed or made before a fork. */
+/* False with BusClosedError for a handle closed, or made before a fork in process `pid`. */
+bool py_handle_usable(const char *noun, PyObject *name, const char *what, uint32_t generation,
+                      int pid, bool closed);
 bool py_segment_usable(SegmentObject *self, const char *what);
 /* For O& of PyArg_ParseTuple: a usable Segment; a round or None (int64_t). */
 int py_take_segment(PyObject *object, void *segment);
@@ -94,14 +96,8 @@ PyObject *py_describe_request(SegmentObject *segment, uint32_t row, uint64_t num
 
 /* Registered by module.c. */
 extern PyMethodDef py_request_functions[];
-extern const struct named_value py_request_constants[];
-extern const struct named_value py_inspect_constants[];
 extern PyMethodDef py_inspect_functions[];
-bool py_inspect_add_objects(PyObject *module);
 extern PyMethodDef py_retry_functions[];
-extern const struct named_value py_retry_constants[];
-extern const struct named_value py_splits_constants[];
 extern PyMethodDef py_splits_functions[];
-bool py_splits_add_objects(PyObject *module);
 
 #endif

@@ -63,19 +63,25 @@ bool py_segment_init_fork(void) {
     return pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child) == 0;
 }
 
-bool py_segment_usable(SegmentObject *self, const char *what) {
-    if (self->generation != fork_generation) {
+bool py_handle_usable(const char *noun, PyObject *name, const char *what, uint32_t generation,
+                      int pid, bool closed) {
+    if (generation != fork_generation) {
         return py_refuse(
             hooks.closed_error,
-            "bus '%U': this %s was made in process %d, before a fork; make a new one in "
+            "%s '%U': this %s was made in process %d, before a fork; make a new one in "
             "this process",
-            self->name, what, self->pid);
+            noun, name, what, pid);
     }
-    if (self->handle_closed) {
-        return py_refuse(hooks.closed_error, "bus '%U': this %s is closed; make a new one",
-                         self->name, what);
+    if (closed) {
+        return py_refuse(hooks.closed_error, "%s '%U': this %s is closed; make a new one", noun,
+                         name, what);
     }
     return true;
+}
+
+bool py_segment_usable(SegmentObject *self, const char *what) {
+    return py_handle_usable("bus", self->name, what, self->generation, self->pid,
+                            self->handle_closed);
 }
 
 void py_segment_add_view(SegmentObject *self, struct view *view) {
@@ -265,13 +271,6 @@ static PyObject *py_segment_holders(SegmentObject *self, PyObject *Py_UNUSED(ign
     return result;
 }
 
-static PyObject *label_text(const char *label) {
-    char copy[SHMBUS_LABEL_BYTES + 1];
-    memcpy(copy, label, SHMBUS_LABEL_BYTES);
-    copy[SHMBUS_LABEL_BYTES] = '\0';
-    return PyUnicode_DecodeUTF8(copy, (Py_ssize_t)strlen(copy), "replace");
-}
-
 /* [(slot, state, producer_id, pid, label, committed, aborted)] of slots used so far. */
 static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = PyList_New(0);
@@ -285,7 +284,7 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(i
         py_list_add(&result,
                     Py_BuildValue("(IIKINKK)", i,
                                   atomic_load_explicit(&slot->state, memory_order_acquire),
-                                  producer_id, RELAXED(slot->pid), label_text(slot->label),
+                                  producer_id, RELAXED(slot->pid), FIELD_TEXT(slot->label),
                                   U64(atomic_load_explicit(&slot->committed, memory_order_acquire)),
                                   U64(atomic_load_explicit(&slot->aborted, memory_order_acquire))));
     }
@@ -341,7 +340,7 @@ static PyObject *py_segment_collector(SegmentObject *self, PyObject *Py_UNUSED(i
     struct bus_header *h = self->c.header;
     return Py_BuildValue(
         "{s:I,s:N,s:I,s:K,s:K,s:K,s:K}", "pid", RELAXED(h->collector_pid), "label",
-        label_text(h->collector_label), "leased_groups", RELAXED(h->collector_leased_groups),
+        FIELD_TEXT(h->collector_label), "leased_groups", RELAXED(h->collector_leased_groups),
         "leased_records", U64(RELAXED(h->collector_leased_records)), "stashed_groups",
         U64(RELAXED(h->collector_stashed_groups)), "stashed_records",
         U64(RELAXED(h->collector_stashed_records)), "seen_ns", U64(RELAXED(h->collector_seen_ns)));
@@ -442,12 +441,9 @@ static PyObject *py_segment_paused(SegmentObject *self, PyObject *Py_UNUSED(igno
     if (atomic_load_explicit(&h->paused, memory_order_acquire) != SHMBUS_PAUSED) {
         Py_RETURN_NONE;
     }
-    char reason[SHMBUS_PAUSE_REASON_BYTES + 1];
-    memcpy(reason, h->pause_reason, SHMBUS_PAUSE_REASON_BYTES);
-    reason[SHMBUS_PAUSE_REASON_BYTES] = '\0';
-    return Py_BuildValue(
-        "(NLK)", PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace"),
-        (long long)RELAXED(h->pause_policy_version), U64(RELAXED(h->pause_unix_ns)));
+    return Py_BuildValue("(NLK)", FIELD_TEXT(h->pause_reason),
+                         (long long)RELAXED(h->pause_policy_version),
+                         U64(RELAXED(h->pause_unix_ns)));
 }
 
 /* locks_held(kind) -> [(first, count)]: extents under other processes' view locks (kind 0), or

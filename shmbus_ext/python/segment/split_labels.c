@@ -177,15 +177,3 @@ PyMethodDef py_splits_functions[] = {
     {"splits", py_splits, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-const struct named_value py_splits_constants[] = {
-    {"MAX_SPLITS", SHMBUS_MAX_SPLITS},
-    {"SPLIT_TRAIN", SHMBUS_SPLIT_TRAIN},
-    {"SPLIT_LABEL_BYTES", SHMBUS_SPLIT_LABEL_BYTES},
-    {"CANCELLED_GROUPS", SHMBUS_CANCELLED},
-    {NULL, 0},
-};
-
-bool py_splits_add_objects(PyObject *module) {
-    return PyModule_AddStringConstant(module, "TRAIN", SHMBUS_SPLIT_TRAIN_LABEL) == 0;
-}

@@ -104,7 +104,7 @@ void work_on_groups(void) {
             engine_checkpoint();
             continue;
         }
-        struct request_text text;
+        struct request_row text;
         uint8_t data[2];
         struct sample sample;
         struct reservation at;

@@ -80,7 +80,7 @@ void work_on_prompts(uint8_t feeders) {
         }
         if (request_take(&self->segment, self->writer.producer_id, self->writer.slot_index,
                          &claim) == REQUEST_TAKEN) {
-            struct request_text text;
+            struct request_row text;
             uint8_t data[8];
             if (!request_read(&self->segment, claim.row, claim.number, &text, NULL) ||
                 text.data_bytes != 5 ||

@@ -33,7 +33,7 @@ static uint8_t text_of(uint64_t number) {
     return (uint8_t)('a' + number);
 }
 
-static void make_request(struct retry_request *request, uint64_t number) {
+static void make_request(struct retry_entry *request, uint64_t number) {
     memset(request, 0, sizeof *request);
     request->number = number;
     request->round = (int64_t)number * 3;
@@ -47,13 +47,14 @@ static void make_request(struct retry_request *request, uint64_t number) {
     memset(request->reason, text_of(number), REASON_BYTES);
 }
 
-static bool read_request(struct actor *self, struct retry_request *request) {
+static bool read_request(struct actor *self, struct retry_entry *request) {
     if (!retry_read(&self->segment, ROW, request)) {
         return false;
     }
-    struct retry_request expected;
+    struct retry_entry expected;
     make_request(&expected, request->number);
-    expected.claimant = request->claimant;
+    expected.claim = request->claim;
+    expected.crc = request->crc;
     if (memcmp(&expected, request, sizeof expected) != 0) {
         engine_fail("P%d reads a request %llu that nobody wrote so", running,
                     (unsigned long long)request->number);
@@ -64,7 +65,7 @@ static bool read_request(struct actor *self, struct retry_request *request) {
 /* ---- the asker ---- */
 
 static void ask(struct actor *self) {
-    struct retry_request request;
+    struct retry_entry request;
     self->number = ghost_asks();
     make_request(&request, self->number);
     retry_publish(&self->segment, ROW, &request);
@@ -73,8 +74,8 @@ static void ask(struct actor *self) {
 
 /* Takes over an earlier collector's claimed request, withdraws an unclaimed. */
 static void adopt(struct actor *self) {
-    struct retry_request request;
-    if (read_request(self, &request) && request.claimant != SHMBUS_RETRY_FREE) {
+    struct retry_entry request;
+    if (read_request(self, &request) && request.claim != SHMBUS_RETRY_FREE) {
         self->number = request.number;
     } else {
         retry_withdraw(&self->segment, ROW);
@@ -97,16 +98,16 @@ static bool is_dead(struct actor *self, uint64_t producer_id) {
 /* Whether the current attempt failed: by its taker's death, or its time; in the end also for an
  * unreadable entry. */
 static bool has_failed(struct actor *self) {
-    struct retry_request request;
+    struct retry_entry request;
     if (!read_request(self, &request) || request.number != self->number) {
         return true;
     }
-    if (request.claimant == SHMBUS_RETRY_FREE || !is_dead(self, request.claimant - 1)) {
+    if (request.claim == SHMBUS_RETRY_FREE || !is_dead(self, request.claim - 1)) {
         return false;
     }
     /* An orderly leaver may have put it back since. */
-    uint64_t claimant = request.claimant;
-    if (!read_request(self, &request) || request.claimant != claimant) {
+    uint64_t claimant = request.claim;
+    if (!read_request(self, &request) || request.claim != claimant) {
         return false;
     }
     ghost_counts_dead(self->number, claimant - 1);
@@ -146,9 +147,9 @@ void request_one(enum patience patience, uint8_t takers) {
 /* ---- the taker ---- */
 
 static bool take(struct actor *self) {
-    struct retry_request request;
+    struct retry_entry request;
     uint64_t me = (uint64_t)running;
-    if (!read_request(self, &request) || request.claimant != SHMBUS_RETRY_FREE ||
+    if (!read_request(self, &request) || request.claim != SHMBUS_RETRY_FREE ||
         !retry_claim(&self->segment, ROW, request.number, me, &request)) {
         return false;
     }
@@ -213,7 +214,7 @@ void scribble(enum part part) {
 
 void audit_retries(const struct segment *segment) {
     struct actor *self = memory_heap(running, sizeof *self);
-    struct retry_request request;
+    struct retry_entry request;
     self->segment = *segment;
     if (world.control.ghost.retry.asked == 0) {
         return;
