@@ -219,7 +219,7 @@ def test_sixty_turns_with_dropped_thoughts_are_kept_once_and_compared_once() -> 
     transcript, context, words = Transcript(), made(200), "x"
     Counted.work = Letters.work = asked = 0
     for number in range(60):
-        thought, answer, result = made(100), made(60), made(500)
+        thought, answer, result = made(100), made(60), made(610)
         prompt = np.array(context, np.int32).view(Counted)
         one = turn(context, thought + answer, said=Letters(words), answer=f"answer {number}")
         transcript.add(one._replace(prompt=prompt))
@@ -227,6 +227,7 @@ def test_sixty_turns_with_dropped_thoughts_are_kept_once_and_compared_once() -> 
         words += f"answer {number}" + "result " * 100
         asked += len(context)
     assert (transcript.turns, len(transcript.rows()), transcript.drift) == (60, 60, 59)
+    assert len(context) > 40_000
     assert transcript.tokens < 2 * len(context)
     assert Counted.work < 4 * asked
     assert Letters.work < 60 * len(words)
