@@ -33,7 +33,7 @@ C_HEADERS := $(sort $(shell find shmbus_ext -name "*.h")) $(sort $(wildcard shmb
 # The ring without Python; the C tests, the fuzzers and the explorer link it.
 RING_SOURCES := $(sort $(wildcard shmbus_ext/base/*.c shmbus_ext/ring/*.c))
 # What they link: the ring, and what else of the core stands alone.
-C_TESTED := $(RING_SOURCES) shmbus_ext/pool/patch_code.c
+C_TESTED := $(RING_SOURCES) shmbus_ext/batch/helpers.c shmbus_ext/pool/patch_code.c
 # A C test is one file with its own main, linked with the ring; exit status 0 means success.
 C_TESTS := $(patsubst tests/c/%.c,%,$(sort $(wildcard tests/c/*.c)))
 C_STRICT := -std=c11 -Wall -Wextra -Wconversion -Werror -pthread -Ishmbus_ext

@@ -1,5 +1,4 @@
-/* Threads that share the pieces of one job with the calling thread, for example the copy of a
- * batch.
+/* Threads that share the pieces of one job with the calling thread: the first touch of a bus.
  *
  * Invariants:
  * - On return of threads_run every piece ran once, in one thread, and every other thread has ended.

@@ -6,7 +6,7 @@ from test_style import ROOT, tree
 CODE = (".py", ".pyi", ".c", ".h")
 #: Lines of code by top folder.
 CEILINGS = {
-    ("shmbus", "shmbus_ext", "trainer_adapter"): 109_200,
+    ("shmbus", "shmbus_ext", "trainer_adapter"): 109_400,
     ("tests",): 93_700,
     ("bench",): 9_000,
 }

@@ -6,7 +6,7 @@
 
 #include <stdatomic.h>
 
-#include "base/threads.h"
+#include "batch/helpers.h"
 #include "python/record/record.h"
 
 /* ---- Arrays of the caller, checked before the first access through them. */

@@ -163,7 +163,7 @@ int py_copy_job_run(struct copy_job *job, Py_ssize_t sequences, uint64_t total, 
     }
     Py_BEGIN_ALLOW_THREADS
     cut(job, sequences);
-    threads_run(threads, job->count, copy_piece, job);
+    helpers_run(threads, job->count, copy_piece, job);
     Py_END_ALLOW_THREADS
     PyMem_Free(job->pieces);
     return !RELAXED(job->wrong);
