@@ -218,7 +218,9 @@ def soak(scenario: Scenario, options: argparse.Namespace) -> Row:
             raise MeasurementError(f"{what} grew from {first} to {last}, by more than {limit}")
     kills = sum(sum(each["kills"].values()) for each in kept)
     if found["lost"] or found["twice"] or found["torn"] or found["stopped"]:
-        raise MeasurementError(f"the soak failed: {found}")
+        keys = ("once", "lost", "twice", "torn", "stopped", "kills", "by_hand", "slowest_s")
+        short = {key: found[key] for key in keys}
+        raise MeasurementError(f"the soak failed: {short}; a restart by hand removes the bus")
     return Row(
         name="goodput-soak", values=(found["goodput"],),
         title=f"soak of {sum(each['seconds'] for each in kept):g} s in {len(kept)} pieces",
