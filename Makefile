@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 10
+WORKERS ?= 6
 JOBS ?= $(shell nproc)
 export SHMBUS_DEBUG SHMBUS_SANITIZE SHMBUS_WERROR
 # Images of containers often set it, and then each of hundreds of processes compiles what it imports.
@@ -19,9 +19,9 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
-# Whole programs, which `make test` leaves to a target of their own.
-PROGRAMS := examples bench
-# What `make test` leaves to others: programs, and the rules of the house.
+# Whole programs, and kills and storms over many processes: `make test` leaves them to a target of
+# their own, and the rules of the house to `make check`.
+PROGRAMS := examples bench process
 ELSEWHERE := $(PROGRAMS) house
 
 # Tests are shared out by file, so that a file's fixtures are set up once and its tests keep their
@@ -69,10 +69,10 @@ demo-real: build/peers/vllm/.made ## Train SmolLM2-135M over a real vLLM until i
 	@[ -d $(REAL_MODEL) ] || build/peers/vllm/bin/python -m trainer_adapter.demo.smollm2 $(REAL_MODEL)
 	@build/peers/vllm/bin/shmbus demo --engine vllm --model $(REAL_MODEL) --output build/demo-real $(ARGS)
 
-test: $(VENV)/.dev ## Run the test suite, but for examples, the benchmark and the rules of the house
+test: $(VENV)/.dev ## Run the test suite, but for whole programs and the rules of the house
 	$(BIN)/pytest $(DISTRIBUTED) $(foreach folder,$(ELSEWHERE),--ignore=tests/$(folder)) $(ARGS)
 
-test-programs: $(VENV)/.dev ## Run the examples, the first hour and the benchmark's programs in their quick forms
+test-programs: $(VENV)/.dev ## Run kills and storms, the examples, the first hour and the benchmark's programs in their quick forms
 	$(BIN)/pytest $(DISTRIBUTED) $(ARGS) $(PROGRAMS:%=tests/%)
 
 test-peers: build/peers/atropos/.made ## Run Atropos' own tests against the gateway, and test its adapter
