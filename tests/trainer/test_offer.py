@@ -126,7 +126,7 @@ def late(producer: Producer, request: shmbus.Request) -> None:
 
 ENDS: dict[str, tuple[Callable[[Producer, shmbus.Request], None], dict[str, Any]]] = {
     "failed": (lambda producer, request: producer.requests.fail(request, "tool"), {}),
-    "timeout": (late, {"group_timeout": 0.05, "on_timeout": "drop"}),
+    "timeout": (late, {"group_timeout": 0.7, "on_timeout": "drop"}),
     "stale": (lambda producer, request: answer(producer, request), {"max_policy_lag": 0}),
     "malformed": (lambda producer, request: answer(producer, request, tokens=np.ones(4)), {}),
     "zero_variance": (
