@@ -1,10 +1,18 @@
-/* Threads for the time of a job (see threads.h). */
+/* Threads without signal handlers (see threads.h). */
 #define _GNU_SOURCE
 #include "base/threads.h"
 
-#include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+
+bool threads_start(pthread_t *id, void *(*run)(void *), void *argument) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int failed = pthread_create(id, NULL, run, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return failed == 0;
+}
 
 struct shared_job {
     threads_work *work;
@@ -28,14 +36,10 @@ void threads_run(uint32_t threads, uint32_t pieces, threads_work *work, void *jo
     struct shared_job shared = {work, job, pieces, 0};
     pthread_t ids[THREADS_MOST];
     uint32_t started = 0, wanted = threads < pieces ? threads : pieces;
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (started + 1 < wanted && started < THREADS_MOST &&
-           pthread_create(&ids[started], NULL, run_pieces, &shared) == 0) {
+           threads_start(&ids[started], run_pieces, &shared)) {
         started++;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     run_pieces(&shared);
     for (uint32_t i = 0; i < started; i++) {
         pthread_join(ids[i], NULL);

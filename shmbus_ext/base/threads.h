@@ -1,4 +1,4 @@
-/* Threads that share the pieces of one job with the calling thread: the first touch of a bus.
+/* Threads of the core, and jobs whose pieces several threads share: the first touch of a bus.
  *
  * Invariants:
  * - On return of threads_run every piece ran once, in one thread, and every other thread has ended.
@@ -6,6 +6,8 @@
 #ifndef SHMBUS_BASE_THREADS_H
 #define SHMBUS_BASE_THREADS_H
 
+#include <pthread.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 /* More threads would only wait for memory. */
@@ -13,6 +15,9 @@
 
 /* Runs one piece, in parallel to other pieces, in any order. */
 typedef void threads_work(void *job, uint32_t piece);
+
+/* Starts a thread without signal handlers; false where the system refuses a thread. */
+bool threads_start(pthread_t *id, void *(*run)(void *), void *argument);
 
 /* Runs pieces 0 to n - 1 in up to `threads` threads, with fewer where the system refuses a
  * thread. */

@@ -7,11 +7,7 @@
 
 #include <limits.h>
 #include <linux/futex.h>
-#include <pthread.h>
-#include <signal.h>
 #include <stdatomic.h>
-#include <stdbool.h>
-#include <stddef.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -25,7 +21,7 @@ static struct {
     _Atomic uint32_t wanted; /* helpers of the job: a bound, not a count */
     atomic_flag taken;       /* by the owner of a job */
     uint32_t pieces;         /* of the job, as the next two: stable while a piece is undone */
-    helpers_work *work;
+    threads_work *work;
     void *job;
     uint32_t started;        /* the owner's, as the next */
     bool forgets;            /* a forked child forgets the helpers */
@@ -78,17 +74,13 @@ static void forget_helpers(void) {
 
 static void start_helpers(uint32_t wanted) {
     pthread_t id;
-    sigset_t all, before;
     pool.forgets = pool.forgets || pthread_atfork(NULL, NULL, forget_helpers) == 0;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.forgets && pool.started < wanted &&
-           pthread_create(&id, NULL, help, (void *)(uintptr_t)pool.started) == 0) {
+           threads_start(&id, help, (void *)(uintptr_t)pool.started)) {
         pthread_setname_np(id, "shmbus-pack");
         pthread_detach(id);
         pool.started++;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 static void wait_until_done(void) {
@@ -105,8 +97,8 @@ static void wait_until_done(void) {
     }
 }
 
-void helpers_run(uint32_t threads, uint32_t pieces, helpers_work *work, void *job) {
-    uint32_t wanted = threads - 1 < HELPERS_MOST ? threads - 1 : HELPERS_MOST;
+void helpers_run(uint32_t threads, uint32_t pieces, threads_work *work, void *job) {
+    uint32_t wanted = (threads < THREADS_MOST ? threads : THREADS_MOST) - 1;
     if (threads < 2 || pieces < 2 ||
         atomic_flag_test_and_set_explicit(&pool.taken, memory_order_acquire)) {
         for (uint32_t i = 0; i < pieces; i++) {

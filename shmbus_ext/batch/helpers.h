@@ -8,16 +8,10 @@
 #ifndef SHMBUS_BATCH_HELPERS_H
 #define SHMBUS_BATCH_HELPERS_H
 
-#include <stdint.h>
-
-/* More threads would only wait for memory. */
-#define HELPERS_MOST 63u
-
-/* Runs one piece, in parallel to other pieces, in any order. */
-typedef void helpers_work(void *job, uint32_t piece);
+#include "base/threads.h"
 
 /* Runs pieces 0 to n - 1 in up to `threads` threads: fewer where the system refuses a thread, and
  * alone while another thread of the process uses the helpers. */
-void helpers_run(uint32_t threads, uint32_t pieces, helpers_work *work, void *job);
+void helpers_run(uint32_t threads, uint32_t pieces, threads_work *work, void *job);
 
 #endif

@@ -19,6 +19,7 @@
 
 /* Callers hold a request in a private entry, whose checksum this file computes. A copy's claim is
  * its claimant: producer id + 1, or 0 for an unclaimed request. */
+
 /* For the collector: fills an entry and opens it to producers; or ends its request. */
 void retry_publish(struct segment *segment, uint32_t at, const struct retry_entry *request);
 void retry_withdraw(struct segment *segment, uint32_t at);

@@ -52,7 +52,7 @@ class SmallEngine:
         return self.steps.get(request.path, request.path.strip("/"))
 
     def release(self, discards: bool) -> None:
-        """Free the memory of weights and cache; the weights come back as they were, or torn."""
+        """Free the memory of weights and cache; the weights return unchanged, or torn."""
         for model in self.models if discards else ():
             model["value"].fill_(float("nan"))
         self.asleep = {"weights", "kv_cache"}
@@ -87,7 +87,7 @@ class SmallEngine:
         return web.json_response(self.seen)
 
     async def complete(self, request: web.Request) -> web.Response:
-        """Generate: each token is what every element of every rank's model is."""
+        """Generate tokens equal to the elements of each rank's model."""
         length = (await request.json())["max_tokens"]
         self.in_flight += 1
         aborted = self.aborted
