@@ -59,7 +59,7 @@ def prompt_of(index: int, tokens: int) -> list[int]:
     return [chance.randrange(3, tokens) for _ in range(chance.randrange(4, 24))]
 
 
-def engine(model: str, channel: str) -> None:
+def engine(model: str, channel: str, dtype: str) -> None:
     """Generate for prompts, in a separate process, until the trainer's end."""
     indexes = json.loads(sys.stdin.readline())
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -67,7 +67,7 @@ def engine(model: str, channel: str) -> None:
 
     config = AutoConfig.from_pretrained(model)
     llm = LLM(
-        model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=256, dtype="float32",
+        model, skip_tokenizer_init=True, enforce_eager=True, max_model_len=256, dtype=dtype,
         gpu_memory_utilization=0.5,
         speculative_config={
             "method": "extract_hidden_states", "num_speculative_tokens": 1,
@@ -226,8 +226,9 @@ def main() -> None:
     torch.set_num_threads(1)  # leaves cores to the engine
     options.folder.mkdir(parents=True, exist_ok=True)
     model = options.model or str(options.folder / "model")
+    dtype = "float32" if options.device == "cpu" else "bfloat16"
     if options.engine:
-        return engine(model, options.engine)
+        return engine(model, options.engine, dtype)
     if not options.model:
         make_model(options.folder / "model")
     draft = Draft(model, options.device)
@@ -244,12 +245,13 @@ def main() -> None:
     assert process.stdin is not None
     print(json.dumps(left), file=process.stdin, flush=True)
     width = draft.target.config.hidden_size
-    specs = {"hidden": ("float32", (None, 3, width)), "token_ids": ("int64", (None,))}
+    specs = {"hidden": (dtype, (None, 3, width)), "token_ids": ("int64", (None,))}
     held_out, losses = [], []
     with TensorChannel.open(channel, specs=specs, wait=1800.0) as receiver:
         for _ in left:
             with receiver.recv(timeout=300.0) as item:
                 sequence = {name: tensor.to(options.device) for name, tensor in item.items()}
+                sequence["hidden"] = sequence["hidden"].float()
                 index = item.meta["params"]["index"]
                 if index < HELD_OUT:
                     held_out.append((sequence, item.meta["prompt"], item.meta["next"]))
