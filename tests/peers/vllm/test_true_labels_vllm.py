@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 import torch
 import vllm_model as tiny
-from serving import Server
+from serving import SERVER_OPTIONS, Server
 
 from shmbus import Bus, Producer, VersionUnknownError
 from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
@@ -34,7 +34,7 @@ TOKENS = 4
 #: Tokens of a prompt: more than a block of vLLM's cache, with its 32.
 PROMPT = 40
 #: Of a logprob: far above a different order of sums, far below different weights.
-CLOSE = 0.02 if torch.cuda.is_available() else 1e-3
+CLOSE = 0.02 if SERVER_OPTIONS else 1e-3
 OPTIONS = ("--block-size", "32", "--enable-prompt-tokens-details", "--enable-prefix-caching")
 
 
