@@ -372,12 +372,16 @@ def layers_of(vllm_config: VllmConfig) -> list[int]:
         raise ValueError(f"expected the speculative method 'extract_hidden_states', got {got!r}")
     layers = list(speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
     most = vllm_config.model_config.get_total_num_hidden_layers()
+    # A GPU's fused RMSNorm adds later layers to the embedding's output, in place.
+    least, first = 0, "the embedding"
+    if vllm_config.device_config.device_type != "cpu":
+        least, first = 1, "on a GPU vLLM overwrites 0, the embedding: compute it from token_ids"
     # vLLM hands them out in rising order, independent of the requested order.
     if not layers or layers != sorted(
-        {each for each in layers if type(each) is int and 0 <= each <= most}
+        {each for each in layers if type(each) is int and least <= each <= most}
     ):
         raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids: expected layers from 0 (the embedding) to {most} "
+            f"eagle_aux_hidden_state_layer_ids: expected layers from {least} ({first}) to {most} "
             f"(the last one's output, before the norm), each once, in order, got {layers}"
         )
     return layers

@@ -2,7 +2,7 @@
 
 Order of a step: batch, optimizer, new weights into the server, acknowledgement with the next
 checkpoint. Invariant: the same command resumes after a kill of every process, from the newest
-checkpoint, and trains no prompt twice.
+checkpoint, and trains no prompt twice. A dead server or worker restarts within the run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from shmbus.weights import ModuleSource, WeightPublisher
 from trainer_adapter.attention import register_with_transformers
 from trainer_adapter.corrections import importance_correction
 from trainer_adapter.demo import chat_task
+from trainer_adapter.demo.supervisor import Supervisor
 from trainer_adapter.demo.view import Point, plot_chat
 from trainer_adapter.handler.handler import OnlineDataHandler
 from trainer_adapter.losses import policy_loss
@@ -167,8 +169,9 @@ class ChatRun:
             self._resume(handler)
             fleet = EngineFleet([VllmServer(server.address)], bus=self.bus, mode="keep")
             fleet.update_sync(publisher, handler.step)
-            with chat_task.workers(*arguments):
-                self._train(handler, lambda version: fleet.update_sync(publisher, version))
+            workers = partial(chat_task.start_workers, *arguments)
+            with Supervisor(server, fleet, publisher, workers) as supervisor:
+                self._train(handler, supervisor.update)
         shmbus.unlink(self.bus)
 
     def _train(self, handler: OnlineDataHandler, send: Callable[[int], object]) -> None:

@@ -6,7 +6,6 @@ Invariant: tokens and logprobs are the engine's own; the text is decoded for the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import re
@@ -65,14 +64,17 @@ def prompts(tokenizer: Any, seed: int) -> Iterator[dict[str, Any]]:
 async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI, tokenizer: Any) -> None:
     """Answer requests one after the other."""
     while (request := await producer.requests.anext()) is not None:
-        prompt, version = request["prompt"].tolist(), producer.policy_version
+        prompt = request["prompt"].tolist()
         try:
+            version = producer.policy_version
             completion = await client.completions.create(
                 model="policy", prompt=prompt, logprobs=0, max_tokens=ANSWER_TOKENS,
                 temperature=0.0 if request.split == "eval" else 1.0,
                 extra_body={"return_token_ids": True, "cache_salt": request.cache_salt},
             )  # fmt: skip
-        except (openai.APIConnectionError, openai.InternalServerError):
+        except (
+            openai.APIConnectionError, openai.InternalServerError, shmbus.VersionUnknownError,
+        ):  # fmt: skip
             producer.requests.release(request, reason="the server is away")
             continue
         choice: Any = completion.choices[0]
@@ -135,16 +137,11 @@ def server_of(
     )
 
 
-@contextlib.contextmanager
-def workers(bus: str, url: str, folder: str) -> Iterator[None]:
-    """Run a process of workers beside a ``with`` block."""
-    process = subprocess.Popen(
+def start_workers(bus: str, url: str, folder: str) -> subprocess.Popen[bytes]:
+    """Start a process of workers, which ends when its standard input closes."""
+    return subprocess.Popen(
         program("trainer_adapter.demo.chat_task", bus, url, folder), stdin=subprocess.PIPE
     )
-    try:
-        yield
-    finally:
-        process.communicate()
 
 
 if __name__ == "__main__":

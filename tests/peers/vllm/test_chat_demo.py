@@ -2,12 +2,14 @@
 
 import base64
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from safetensors import safe_open
 from serving import kill_all
@@ -56,6 +58,39 @@ def test_a_killed_demo_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert [point["step"] for point in training] == [1, 2, 3, 4, 5, 6]
     assert [point["step"] for point in held_out] == [0, 4, 6]
     assert (tmp_path / "out" / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def running(word: str) -> int:
+    """Return the process with a word in the command line, and without such a child."""
+    found = {
+        int(entry.name)
+        for entry in Path("/proc").glob("[0-9]*")
+        if word in (entry / "cmdline").read_bytes().decode(errors="replace")
+    }
+    (pid,) = found - {psutil.Process(pid).ppid() for pid in found}
+    return pid
+
+
+@pytest.mark.timeout(900)
+def test_a_dead_server_or_worker_starts_again_within_the_run(tmp_path: Path) -> None:
+    before, said = buses(), tmp_path / "said"
+    run = command(chat_model(tmp_path / "model"), tmp_path / "out", "--steps", "8")
+    with said.open("wb") as file:
+        process = subprocess.Popen(run, stdout=file, stderr=file, start_new_session=True)
+    try:
+        for step, word in ((2, "demo.chat_task"), (5, "vllm.entrypoints.openai")):
+            end = time.monotonic() + TIMEOUT_S
+            while f"step   {step}/8" not in said.read_text():
+                assert process.poll() is None and time.monotonic() < end, said.read_text()[-3000:]
+                time.sleep(0.1)
+            os.kill(running(word), signal.SIGKILL)
+        process.wait(TIMEOUT_S)
+    finally:
+        kill_all(process)
+    text = said.read_text()
+    assert "after 8 steps in" in text and "resumed" not in text, text[-3000:]
+    assert "the workers' process ended" in text and "the server ended" in text
+    assert buses() == before
 
 
 @pytest.mark.parametrize("fault", ["no model", "no template", "no weights"])

@@ -175,15 +175,19 @@ def test_a_configuration_that_cannot_be_is_refused_with_what_can() -> None:
     with pytest.raises(ValueError, match="required field `channel`"):
         hidden_states.options_of({})
 
-    def config(layers: Any, method: str = "extract_hidden_states") -> Any:
+    def config(layers: Any, method: str = "extract_hidden_states", device: str = "cpu") -> Any:
         hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=layers)
         draft = SimpleNamespace(hf_config=hf_config)
         return SimpleNamespace(
             speculative_config=SimpleNamespace(method=method, draft_model_config=draft),
             model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 4),
+            device_config=SimpleNamespace(device_type=device),
         )
 
     assert hidden_states.layers_of(config((0, 2, 4))) == [0, 2, 4]
+    assert hidden_states.layers_of(config((1, 4), device="cuda")) == [1, 4]
+    with pytest.raises(ValueError, match=r"layers from 1 .on a GPU vLLM overwrites 0"):
+        hidden_states.layers_of(config((0, 4), device="cuda"))
     for layers in ([5], [-1], [2, 1], [1, 1], [], ["1"]):
         with pytest.raises(ValueError, match=r"layers from 0 .the embedding. to 4 "):
             hidden_states.layers_of(config(layers))

@@ -2,8 +2,8 @@
 
 An arm brings equal versions to a server with eight requests in flight; each answer is compared
 with a fresh server's. ``--shape 0.6b`` and ``4b`` take Qwen3's shapes, ``--device cuda`` bfloat16
-weights on the server's GPU. In the arms of turns the server sleeps before each version: the pause
-is the wake.
+weights on the server's GPU, ``--device cuda:1`` on the next one. In the arms of turns the server
+sleeps before each version: the pause is the wake.
 """
 
 import argparse
@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import os
 import secrets
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,19 @@ class Arm:
     def __init__(self, name: str, title: str) -> None:
         self.name, self.title = name, title
         self.pauses: list[float] = []
+        self.updates: list[float] = []
         self.stale = self.wrong = 0
         self.figures: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def update(self) -> Iterator[None]:
+        """Time from ready weights in the trainer to the resumed server."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        began = time.monotonic()
+        yield
+        self.updates.append(time.monotonic() - began)
+        self.figures["update_p50_ms"] = 1e3 * statistics.median(self.updates)
 
     def row(self, load: Load, seconds: float) -> Row:
         ordered = sorted(self.pauses)
@@ -137,14 +149,14 @@ async def measure_arm(
 
 @contextlib.asynccontextmanager
 async def begun(
-    options: argparse.Namespace, folder: Path, memory: str | None = None
+    options: argparse.Namespace, folder: Path, memory: str | None = None, *more: str
 ) -> AsyncIterator[tuple[Path, Bus, Server]]:
     """Start a server of a model's folder, with a bus and a directory."""
     with (
         tempfile.TemporaryDirectory(dir=memory) as name,
         Bus.create(f"vllm-table-{secrets.token_hex(3)}", "4MiB") as bus,
     ):
-        async with serving(folder, Path(name) / "log", options.tp, *OPTIONS) as server:
+        async with serving(folder, Path(name) / "log", options.tp, *OPTIONS, *more) as server:
             yield Path(name), bus, server
 
 
@@ -168,16 +180,54 @@ async def by_updates(
 
                 async def bring(version: int) -> float:
                     model.load_state_dict(models[1 + version % 2].state_dict())
-                    if files:
-                        publisher.publish(version=version)
-                        report = await fleet.reload(place)
-                    else:
-                        report = await fleet.update(publisher, version)
+                    with arm.update():
+                        if files:
+                            publisher.publish(version=version)
+                            report = await fleet.reload(place)
+                        else:
+                            report = await fleet.update(publisher, version)
                     return report.servers[0].paused_s
 
                 return await measure_arm(
                     arm, server, bus, expected, options.updates, bring, salted=salted
                 )
+
+
+async def by_nccl(
+    arm: Arm, options: argparse.Namespace, folders: dict[int, Path], expected: Any
+) -> Row:
+    """By vLLM's own backend: a broadcast from the trainer's device, in a pause."""
+    from vllm.distributed.weight_transfer import base, clients, nccl_engine
+
+    backend = ["--weight-transfer-config", '{"backend": "nccl"}']
+    async with begun(options, folders[1], None, *backend) as (_, bus, server):
+        models = {seed: build(options, seed) for seed in (1, 2)}
+        model = build(options, 1)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        sender = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
+            nccl_engine.NCCLTrainerInitInfo(
+                rank=0, master_address="127.0.0.1", master_port=port, world_size=1 + options.tp
+            ),
+            client=clients.HTTPVLLMWeightSyncClient(server.url),
+            source=base.ModuleSource(model),
+        )
+
+        def send() -> None:
+            torch.cuda.set_device(options.device)
+            sender.send_weights()
+
+        async def bring(version: int) -> float:
+            model.load_state_dict(models[1 + version % 2].state_dict())
+            with arm.update():
+                began = time.monotonic()
+                await order(server, "pause?mode=keep")
+                await asyncio.to_thread(send)
+                await order(server, "resume")
+            return time.monotonic() - began
+
+        return await measure_arm(arm, server, bus, expected, options.updates, bring, salted=False)
 
 
 async def order(server: Server, path: str, body: dict[str, Any] | None = None) -> None:
@@ -277,6 +327,7 @@ ARMS: dict[str, tuple[str, Callable[..., Awaitable[Row]]]] = {
     "shm-salt": ("through shared memory, with salts", by_updates),
     "shm": ("through shared memory, without salts", partial(by_updates, salted=False)),
     "reload": ("reload_weights from tmpfs", partial(by_updates, files=True)),
+    "nccl": ("by vLLM's NCCL backend", by_nccl),
     "restart": ("stop and start", by_restarts),
     "turns-2": ("in turns, level 2", partial(by_turns, level=2)),
     "turns-1": ("in turns, level 1", partial(by_turns, level=1)),
@@ -286,7 +337,11 @@ ARMS: dict[str, tuple[str, Callable[..., Awaitable[Row]]]] = {
 
 async def table(options: argparse.Namespace) -> list[Row]:
     torch.set_default_device(options.device)
-    options.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    options.dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    if options.device.startswith("cuda:"):
+        torch.cuda.set_device(options.device)
+        torch.cuda.init()
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # of the servers
     with tempfile.TemporaryDirectory() as name:
         folders = {seed: Path(name) / str(seed) for seed in (1, 2)}
         for seed, folder in folders.items():
@@ -303,7 +358,7 @@ async def table(options: argparse.Namespace) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = program.parser_of(PROGRAM, __doc__)
     parser.add_argument("--shape", default="tiny", choices=tuple(tiny.SHAPES))
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "cuda:1"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--arms", default="shm-salt,shm,reload,restart")

@@ -1,0 +1,81 @@
+"""Restarts of a demo's server and workers: a death of either costs time, and no sample."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+import shmbus
+from shmbus.engines import EngineFleet, ManagedServer
+from shmbus.weights import WeightPublisher
+
+#: Seconds between two looks at the processes.
+LOOK_S: Final = 1.0
+
+
+class Supervisor:
+    """Starts the workers, and restarts a dead process of workers or of the server.
+
+    Invariant: a restarted server gets the newest weights before any sample gets a label.
+    """
+
+    def __init__(
+        self,
+        server: ManagedServer,
+        fleet: EngineFleet,
+        publisher: WeightPublisher,
+        start_workers: Callable[[], subprocess.Popen[bytes]],
+    ) -> None:
+        self._server, self._fleet, self._publisher = server, fleet, publisher
+        self._start_workers = start_workers
+        self._workers = start_workers()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._look, daemon=True)
+
+    def update(self, version: int) -> None:
+        """Bring a version to the server, after a restart if the server died."""
+        with self._lock:
+            try:
+                self._fleet.update_sync(self._publisher, version)
+            except shmbus.ShmbusError:
+                if self._server.running:
+                    raise
+                self._restart_server()
+                self._fleet.update_sync(self._publisher, version)
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            if self._workers.poll() is not None:
+                print("the workers' process ended, and starts again", flush=True)
+                self._workers = self._start_workers()
+            with self._lock:
+                if self._server.running:
+                    continue
+                try:
+                    self._restart_server()
+                    asyncio.run(self._fleet.catch_up())
+                except shmbus.ShmbusError as error:
+                    print(f"the server does not start again: {error}", flush=True)
+
+    def _restart_server(self) -> None:
+        print("the server ended, and starts again", flush=True)
+        asyncio.run(self._server.start())
+
+    def __enter__(self) -> Supervisor:
+        self._watch.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._watch.join()
+        self._workers.communicate()
