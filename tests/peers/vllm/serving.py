@@ -21,6 +21,8 @@ from bench.processes import descendants
 SIZES = [int(size) for size in os.environ.get("SHMBUS_TEST_TP", "1").split(",")]
 #: Of every server, the last of equal options counts: how tests run on a GPU.
 SERVER_OPTIONS = shlex.split(os.environ.get("SHMBUS_TEST_VLLM_OPTIONS", ""))
+#: Devices of every server, as CUDA_VISIBLE_DEVICES has them.
+SERVER_GPUS = os.environ.get("SHMBUS_TEST_VLLM_GPUS")
 START_S = 240.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 # vLLM's own shutdown takes a second or two.
 END_S = 60.0
@@ -58,6 +60,8 @@ class Server:
                 str(rank % (os.cpu_count() or 1)) for rank in range(tensor_parallel)
             ),
         )  # fmt: skip
+        if SERVER_GPUS:
+            environment["CUDA_VISIBLE_DEVICES"] = SERVER_GPUS
         way = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         if api_processes > 1:
             way = ["-c", COMMAND, "serve", str(folder), "--api-server-count", str(api_processes)]

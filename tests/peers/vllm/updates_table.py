@@ -2,8 +2,8 @@
 
 An arm brings equal versions to a server with eight requests in flight; each answer is compared
 with a fresh server's. ``--shape 0.6b`` and ``4b`` take Qwen3's shapes, ``--device cuda`` bfloat16
-weights on the server's GPU, ``--device cuda:1`` on the next one. In the arms of turns the server
-sleeps before each version: the pause is the wake.
+weights on the server's GPU, ``--device cuda:1`` on the next one (with SHMBUS_TEST_VLLM_GPUS=0). In
+the arms of turns the server sleeps before each version: the pause is the wake.
 """
 
 import argparse
@@ -340,8 +340,6 @@ async def table(options: argparse.Namespace) -> list[Row]:
     options.dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(options.device)
-        torch.cuda.init()
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # of the servers
     with tempfile.TemporaryDirectory() as name:
         folders = {seed: Path(name) / str(seed) for seed in (1, 2)}
         for seed, folder in folders.items():
