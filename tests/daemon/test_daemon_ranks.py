@@ -11,7 +11,6 @@ from conftest import Daemon, Spawner, next_request, two_ranks, wait_until
 
 from shmbus import (
     Bus,
-    BusBusyError,
     Consumer,
     DaemonUnavailableError,
     Feeder,
@@ -55,44 +54,6 @@ def test_shards_are_the_same_whoever_asks_first(daemon: Served, bus_name: str, f
         for rank in (0, 1):
             (zero, one)[rank].ack(got[rank])
         assert wait_until(lambda: zero.stats().acknowledged == 16)
-
-
-RANK = """
-import sys, time
-from shmbus import Consumer
-consumer = Consumer(sys.argv[1], rank=1, world_size=2)
-groups = consumer.take_shard(groups=3, timeout=20)
-groups[0].ack()
-consumer.stats()
-print(",".join(g.instance_id for g in groups[1:]))
-time.sleep(600)
-"""
-
-
-def test_a_rank_that_died_gets_what_it_did_not_acknowledge_again_and_nobody_else_does(
-    daemon: Served, bus_name: str, spawn: Spawner
-) -> None:
-    daemon("--capacity", "8MiB")
-    put(bus_name, range(12))
-    child = spawn.script(RANK, bus_name)
-    wait_until(lambda: "," in child.output())
-    left = child.output().strip().split(",")
-    with Consumer(bus_name, rank=0, world_size=2) as zero:
-        assert not set(ids(zero.take_shard(groups=3, timeout=10))) & set(left)
-        with pytest.raises(BusBusyError, match=f"rank 1 is pid {child.pid}"):
-            Consumer(bus_name, rank=1, world_size=2)
-        child.kill()
-        assert not set(ids(zero.take_shard(groups=3, timeout=10))) & set(left)
-
-        def again() -> Consumer | None:
-            try:
-                return Consumer(bus_name, rank=1, world_size=2)
-            except BusBusyError:
-                return None
-
-        with wait_until(again) as one:  # type: ignore[union-attr]
-            assert ids(one.take_shard(groups=3, timeout=10)) == left
-            assert len(one.take_shard(groups=3, timeout=10)) == 3
 
 
 def here(name: str) -> int:
