@@ -1,4 +1,4 @@
-"""Processes that storms and kill points fork: faults by a seed, restarts, and one clean end.
+"""Processes forked by storms, kill points and tests: faults by a seed, restarts, a clean end.
 
 Invariant: no process outlives the program that forked the process.
 """
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["DEADLINE_S", "Child", "Supervisor", "deadline", "own_tmpfs", "unmount"]
+__all__ = ["DEADLINE_S", "Child", "Supervisor", "deadline", "forked", "own_tmpfs", "unmount"]
 
 #: Seconds without progress after which a case fails.
 DEADLINE_S = 30.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
@@ -34,7 +34,7 @@ def deadline(awaited: str) -> Iterator[None]:
 class Child:
     """One forked process: stops, signals, exit status. `failpoint` is a point of the core."""
 
-    def __init__(self, program: Callable[[], None], failpoint: str = "") -> None:
+    def __init__(self, program: Callable[[], object], failpoint: str = "") -> None:
         self.stopped = False
         self.status: int | None = None
         self.pid = os.fork()
@@ -86,6 +86,15 @@ class Child:
         if not self.look():
             os.kill(self.pid, signal.SIGKILL)
             self.wait()
+
+
+def forked(program: Callable[[], object]) -> int:
+    """Run a program in a forked child to its end; return the exit status."""
+    child = Child(program)
+    try:
+        return child.wait()
+    finally:
+        child.kill()
 
 
 class Supervisor:
