@@ -32,7 +32,7 @@ def deadline(awaited: str) -> Iterator[None]:
 
 
 class Child:
-    """One forked process: stops, signals, exit status. `failpoint` is a point of the core."""
+    """A forked process: stops, signals, exit status. `failpoint` names a point of the core."""
 
     def __init__(self, program: Callable[[], object], failpoint: str = "") -> None:
         self.stopped = False
@@ -108,7 +108,7 @@ class Supervisor:
         self.programs: dict[str, Callable[[int], None]] = {}
 
     def start(self, name: str, program: Callable[[int], None] | None = None) -> None:
-        """Fork a process, or its successor; the program gets the number of its start."""
+        """Fork a process, or its successor; the program gets the number of the start."""
         program = self.programs.setdefault(name, program or self.programs[name])
         number, self.starts = self.starts, self.starts + 1
         self.children[name] = Child(lambda: program(number))
@@ -146,7 +146,7 @@ class Supervisor:
 
 
 def own_tmpfs(place: Path, nbytes: int) -> bool:
-    """Mount a small tmpfs for this process and its children; False without the kernel's leave."""
+    """Mount a small tmpfs for the process and its children; False without permission."""
     if _libc.unshare(_CLONE_NEWNS) or _libc.mount(None, b"/", None, _MS_REC_PRIVATE, None):
         return False
     return not _libc.mount(b"tmpfs", bytes(place), b"tmpfs", 0, b"size=%d" % nbytes)
