@@ -245,7 +245,7 @@ versions: $(VENV)/.dev ## Test with other versions of torch, transformers, flash
 
 leaks: $(VENV)/.dev ## Count the resources that 10,000 cycles of everything leave behind
 	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000
-	$(BIN)/python tests/weights/cycles.py cycles-$$$$ 10000
+	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000 weights
 
 # Threads of helpers_test park until the process ends: valgrind takes these for leaks, ASan does not.
 valgrind: $(addprefix build/c/valgrind/,$(filter-out helpers_test,$(UNSTEPPED_TESTS))) ## Run the C tests under valgrind

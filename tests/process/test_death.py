@@ -82,12 +82,15 @@ def test_a_short_soak_of_daemon_and_ranks_loses_doubles_and_tears_nothing(
     audited(spawn.module("daemon_soak", bus_name, 4, seed, env=ON_PATH), "daemon kills")
 
 
-def test_cycles_of_everything_leave_nothing_behind(bus_name: str, spawn: Spawner) -> None:
-    child = spawn.script(SOAK.with_name("leaks.py").read_text(), bus_name, 150)
+@pytest.mark.parametrize(("cycles", "kind"), [(150, []), (60, ["weights"])], ids=["bus", "weights"])
+def test_cycles_of_everything_leave_nothing_behind(
+    bus_name: str, spawn: Spawner, cycles: int, kind: list[str]
+) -> None:
+    child = spawn.file(SOAK.with_name("leaks.py"), bus_name, cycles, *kind)
     report = json.loads(child.finish(timeout=100).splitlines()[-1])
-    assert report["descriptors"] == report["segments"] == 0, report
+    assert report["descriptors"] == report["files"] == 0, report
     # The C library may give an arena back between two counts.
-    assert report["mappings"] <= 0, report
+    assert report["mappings"] <= 0 and report["memory_kib"] < 4096, report
     assert report["objects"] < 50 and report["blocks"] < 300, report
 
 
