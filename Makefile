@@ -156,9 +156,7 @@ test-adapters: $(STACKS)/trl/.made ## Test the TRL adapter against TRL itself (A
 $(STACKS)/trl/.made: tests/peers/trl/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(make_stack)
 
-# SkyRL's generators need Python 3.12; its target is left out where there is none (PYTHON312).
-PYTHON312 ?= python3.12
-PEERS := openenv peft torchtitan verifiers verl $(if $(shell $(PYTHON312) --version 2>/dev/null),skyrl)
+PEERS := openenv peft verifiers verl
 test-peers-all: $(PEERS:%=test-peer-%) test-peers ## Test the adapters of other trainers and environments (11 GB, minutes; NEWEST=1)
 
 test-peer-%: $(STACKS)/%/.made
@@ -167,7 +165,6 @@ test-peer-%: $(STACKS)/%/.made
 
 # Else make would take it for a step in between, and remove it.
 .PRECIOUS: $(STACKS)/%/.made
-$(STACKS)/skyrl/.made: PYTHON := $(PYTHON312)
 $(STACKS)/%/.made: tests/peers/%/requirements.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)
 	$(make_stack)
 
@@ -248,7 +245,7 @@ versions: $(VENV)/.dev ## Test with other versions of torch, transformers, flash
 
 leaks: $(VENV)/.dev ## Count the resources that 10,000 cycles of everything leave behind
 	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000
-	$(BIN)/python tests/weights/cycles.py cycles-$$$$ 10000
+	$(BIN)/python tests/process/leaks.py leaks-$$$$ 10000 weights
 
 # Threads of helpers_test park until the process ends: valgrind takes these for leaks, ASan does not.
 valgrind: $(addprefix build/c/valgrind/,$(filter-out helpers_test,$(UNSTEPPED_TESTS))) ## Run the C tests under valgrind

@@ -88,14 +88,6 @@ REFERENCE = {
         ],
     ),
     "trl": ("TRL", "Rollouts and weights of TRL's trainers.", ["trainer_adapter.adapters.trl"]),
-    "stacks": (
-        "Other trainers",
-        "SkyRL and torchtitan on a bus.",
-        [
-            "trainer_adapter.adapters.skyrl",
-            "trainer_adapter.adapters.torchtitan",
-        ],
-    ),
     "engines": (
         "shmbus.engines",
         "Inference servers that get new weights whole, or not at all.",
@@ -170,8 +162,6 @@ TITLES = {
     "adapters/README.md": "All adapters",
     "adapters/trl.md": "TRL",
     "adapters/verl.md": "verl",
-    "adapters/skyrl.md": "SkyRL",
-    "adapters/torchtitan.md": "torchtitan",
     "adapters/prime-rl.md": "prime-rl",
     "adapters/others.md": "Others",
     "page.md": "Page in a browser",

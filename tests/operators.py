@@ -106,6 +106,22 @@ def segment_path(name: str) -> Path:
     return Path("/dev/shm") / f"shmbus.{name}"
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] + [
+        int(n)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        if task.name != str(pid)
+        for n in (task / "children").read_text().split()
+    ]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
 def put_group(producer: shmbus.Producer, instance_id: str, size: int = 4, skip: int = -1) -> None:
     for index in range(size):
         if index != skip:

@@ -1,4 +1,4 @@
-"""Processes that storms and kill points fork: faults by a seed, restarts, and one clean end.
+"""Processes forked by storms, kill points and tests: faults by a seed, restarts, a clean end.
 
 Invariant: no process outlives the program that forked the process.
 """
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["DEADLINE_S", "Child", "Supervisor", "deadline", "own_tmpfs", "unmount"]
+__all__ = ["DEADLINE_S", "Child", "Supervisor", "deadline", "forked", "own_tmpfs", "unmount"]
 
 #: Seconds without progress after which a case fails.
 DEADLINE_S = 30.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
@@ -32,9 +32,9 @@ def deadline(awaited: str) -> Iterator[None]:
 
 
 class Child:
-    """One forked process: stops, signals, exit status. `failpoint` is a point of the core."""
+    """A forked process: stops, signals, exit status. `failpoint` names a point of the core."""
 
-    def __init__(self, program: Callable[[], None], failpoint: str = "") -> None:
+    def __init__(self, program: Callable[[], object], failpoint: str = "") -> None:
         self.stopped = False
         self.status: int | None = None
         self.pid = os.fork()
@@ -88,6 +88,15 @@ class Child:
             self.wait()
 
 
+def forked(program: Callable[[], object]) -> int:
+    """Run a program in a forked child to its end; return the exit status."""
+    child = Child(program)
+    try:
+        return child.wait()
+    finally:
+        child.kill()
+
+
 class Supervisor:
     """Named processes of a storm; `done` counts the faults by kind."""
 
@@ -99,7 +108,7 @@ class Supervisor:
         self.programs: dict[str, Callable[[int], None]] = {}
 
     def start(self, name: str, program: Callable[[int], None] | None = None) -> None:
-        """Fork a process, or its successor; the program gets the number of its start."""
+        """Fork a process, or its successor; the program gets the number of the start."""
         program = self.programs.setdefault(name, program or self.programs[name])
         number, self.starts = self.starts, self.starts + 1
         self.children[name] = Child(lambda: program(number))
@@ -137,7 +146,7 @@ class Supervisor:
 
 
 def own_tmpfs(place: Path, nbytes: int) -> bool:
-    """Mount a small tmpfs for this process and its children; False without the kernel's leave."""
+    """Mount a small tmpfs for the process and its children; False without permission."""
     if _libc.unshare(_CLONE_NEWNS) or _libc.mount(None, b"/", None, _MS_REC_PRIVATE, None):
         return False
     return not _libc.mount(b"tmpfs", bytes(place), b"tmpfs", 0, b"size=%d" % nbytes)

@@ -158,7 +158,7 @@ def test_each_sequence_gets_what_it_would_get_alone(
 
 
 def assert_no_worse_than_torch(case: Case, window: tuple[int, int], **options: Any) -> None:
-    """Errors at most twice those of torch's SDPA over each sequence alone, plus a few roundings."""
+    """Bound: twice the errors of torch's SDPA over single sequences, plus a few roundings."""
     wide = in_float64(case)
     exact = one_by_one(wide, window, by_hand)
     ours, theirs = packed(case, window, **options), one_by_one(case, window, by_torch)
@@ -204,7 +204,7 @@ def test_of_many_tiny_ones_errors_add_up(longest: int, window: tuple[int, int], 
         (out.detach(), *gradients(out, operands, upstream))
         for out, operands in zip(ways, (case, case, wide), strict=True)
     ]
-    # The worst element of either may be far luckier than its counterpart's.
+    # The worst elements of both may differ by luck.
     for mine, torchs, right in zip(*found, strict=True):
         assert (mine - right).norm() <= 2 * (torchs - right).norm()
 
@@ -212,7 +212,7 @@ def test_of_many_tiny_ones_errors_add_up(longest: int, window: tuple[int, int], 
 def test_padding_costs_the_gradient_of_a_single_token_no_precision(seed: int) -> None:
     lengths = [37, *[1] * 8, 5]
     case = make_case([(n, n) for n in lengths], (2, 2), seed, torch.float32)
-    # By a power of two, as head_dim ** -0.5 is here, scores are scaled without a rounding.
+    # A power of two, as head_dim ** -0.5 here, scales scores without rounding.
     out = packed(case, (-1, -1), scale=0.3)
     upstream = torch.randn_like(out)
     (to_values,) = torch.autograd.grad(out, case.v, upstream)
@@ -429,10 +429,10 @@ def test_the_native_function_is_called_as_its_version_wants(
 
 
 def native_runs(window: tuple[int, int], longest: tuple[int, int]) -> bool:
-    """Whether this torch's native kernel runs bfloat16 heads of 64 correctly on this GPU."""
+    """Return True if torch's native kernel computes bfloat16 heads of 64 correctly here."""
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has none")
     left, right = window
-    # Of rows far above their first key the kernel computes something else for these.
+    # The kernel computes wrong values for rows far above their first key.
     astray = longest[0] > longest[1] and (right >= longest[1] or (left >= 0 and right < 0))
     return (
         torch.cuda.get_device_capability() >= (8, 0)

@@ -1,37 +1,9 @@
 /* Remains of deaths, set up by hand, and their end by the next owner or reader.
  *
- * The explorer (tests/model) searches every other death. */
+ * The explorer (tests/model) searches the remaining deaths. */
 #define _GNU_SOURCE
-#include "ring/segment.h"
+#include "bus.h"
 #include "ring/recovery.h"
-#include "support.h"
-
-/* A segment of small extents, a description for each process of the story, and their ends. */
-struct bus {
-    struct segment segment;
-    struct segment other;
-    struct writer writer;
-    struct reader reader;
-    struct record_ref ref;
-    struct reservation at;
-};
-
-/* Tells a story over its own bus. */
-static void in_a_bus(uint64_t extents, uint32_t producers, void (*story)(struct bus *)) {
-    struct bus bus = {0};
-    struct segment_geometry plan;
-    CHECK(segment_plan(extents * SHMBUS_PAGE, producers, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&bus.segment, memory_file(), &plan) == SHARED_OK);
-    bus.other = bus.segment;
-    bus.other.fd = reopen(bus.segment.fd);
-    story(&bus);
-    if (bus.reader.segment != NULL) {
-        reader_detach(&bus.reader);
-    }
-    segment_unmap(&bus.segment);
-    close(bus.other.fd);
-    close(bus.segment.fd);
-}
 
 /* The kernel's part of a death: a new description holds no lock. */
 static void die(struct segment *segment) {
@@ -40,26 +12,7 @@ static void die(struct segment *segment) {
     segment->fd = fd;
 }
 
-static void claim(struct writer *writer, uint64_t n, struct reservation *at) {
-    struct sample sample;
-    make_sample(&sample, "prompt", n);
-    CHECK(writer_claim(writer, sample.spec.record_bytes, at) == WRITER_OK);
-    fill(writer, &sample, at, 7);
-}
-
-static void put(struct writer *writer, uint64_t n) {
-    struct reservation at;
-    claim(writer, n, &at);
-    writer_publish(writer, &at);
-}
-
-static void end(struct reader *reader, struct record_ref *ref) {
-    const struct record_ref *one = ref;
-    intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
-    reader_let_go(reader, ref);
-}
-
-/* A producer closes: its lane first, then its views get private copies, then its lock goes. */
+/* A producer closes the lane, gives views private copies, and lets the lock go, in this order. */
 static void a_closed_producers_views_keep_their_run_until_its_lock_is_gone(struct bus *bus) {
     CHECK(writer_attach(&bus->writer, &bus->other, "writer") == WRITER_OK);
     CHECK(reader_attach(&bus->reader, &bus->segment));
@@ -89,7 +42,7 @@ static void a_claim_that_lasts_too_long_keeps_nobody_out(struct bus *bus) {
     }
 }
 
-/* Only a failure may lack its group's size: any other record would belong to no group. */
+/* Only a failure may lack the size of a group: a sample would belong to no group. */
 static void a_sample_without_the_size_of_its_group_is_corrupt(struct bus *bus) {
     CHECK(writer_attach(&bus->writer, &bus->other, "writer") == WRITER_OK);
     CHECK(reader_attach(&bus->reader, &bus->segment));

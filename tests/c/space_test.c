@@ -1,7 +1,6 @@
 /* When a reader wakes producers that wait for space: not for each run that it frees, and not too late. */
 #define _GNU_SOURCE
-#include "ring/segment.h"
-#include "support.h"
+#include "bus.h"
 
 #define EXTENTS 64u
 #define WORTH_WAKING (EXTENTS / 8)
@@ -23,9 +22,7 @@ static void free_runs(struct reader *reader, uint64_t runs) {
     struct record_ref ref;
     while (reader->runs_freed < wanted) {
         CHECK(reader_next(reader, &ref) == 1);
-        const struct record_ref *one = &ref;
-        intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
-        reader_let_go(reader, &ref);
+        end(reader, &ref);
     }
 }
 
@@ -56,25 +53,17 @@ static void nobody_is_woken_where_nobody_waits(struct reader *reader) {
     CHECK(bell(reader) == before);
 }
 
+static void waiters_are_woken_in_time(struct bus *bus) {
+    CHECK(writer_attach(&bus->writer, &bus->other, "writer") == WRITER_OK);
+    CHECK(reader_attach(&bus->reader, &bus->segment));
+    fill_bus(&bus->writer);
+    waiters_are_woken_for_an_eighth_of_the_bus(&bus->reader);
+    a_reader_that_is_about_to_sleep_wakes_them_for_less(&bus->reader);
+    nobody_is_woken_where_nobody_waits(&bus->reader);
+}
+
 int main(void) {
-    struct segment segment;
-    struct segment_geometry plan;
-    struct writer writer;
-    struct reader reader;
-    CHECK(segment_plan(EXTENTS * SHMBUS_PAGE, 1, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(&segment, memory_file(), &plan) == SHARED_OK);
-    struct segment other = segment;
-    other.fd = reopen(segment.fd);
-    CHECK(writer_attach(&writer, &other, "writer") == WRITER_OK);
-    CHECK(reader_attach(&reader, &segment));
-    fill_bus(&writer);
-    waiters_are_woken_for_an_eighth_of_the_bus(&reader);
-    a_reader_that_is_about_to_sleep_wakes_them_for_less(&reader);
-    nobody_is_woken_where_nobody_waits(&reader);
-    reader_detach(&reader);
-    segment_unmap(&segment);
-    close(other.fd);
-    close(segment.fd);
+    in_a_bus(EXTENTS, 1, waiters_are_woken_in_time);
     puts("space_test: passed");
     return 0;
 }

@@ -2,18 +2,11 @@
 #define _GNU_SOURCE
 #include <pthread.h>
 
+#include "bus.h"
 #include "ring/observe.h"
-#include "ring/segment.h"
-#include "support.h"
 
 #define THREADS 4u
 #define ROUNDS 2000
-
-static void begin(struct segment *segment) {
-    struct segment_geometry plan;
-    CHECK(segment_plan(16u << 10, 1, SHMBUS_PAGE, &plan));
-    CHECK(segment_create(segment, memory_file(), &plan) == SHARED_OK);
-}
 
 static void forget(struct segment *segment) {
     memset(&segment->splits[1], 0, (SHMBUS_MAX_SPLITS - 1) * sizeof segment->splits[0]);
@@ -82,11 +75,13 @@ static void threads_that_name_at_once_agree(struct segment *segment) {
     pthread_barrier_destroy(&start);
 }
 
+static void labels_agree(struct bus *bus) {
+    a_label_that_was_begun_is_none_and_is_ended_by_who_needs_it(&bus->segment);
+    threads_that_name_at_once_agree(&bus->segment);
+}
+
 int main(void) {
-    struct segment segment;
-    begin(&segment);
-    a_label_that_was_begun_is_none_and_is_ended_by_who_needs_it(&segment);
-    threads_that_name_at_once_agree(&segment);
+    in_a_bus(4, 1, labels_agree);
     puts("splits_test: passed");
     return 0;
 }

@@ -1,5 +1,5 @@
-/* SIGKILL after any instruction: a child is stepped through its work by single instructions, and
- * killed on the way; an audit judges the remains.
+/* SIGKILL after any instruction: ptrace steps a child through its work by single instructions, and
+ * a kill ends the child on the way; an audit judges the remains.
  *
  * SHMBUS_STEP_KILLS sets the deaths of each kind; the default is for a check. */
 #define _GNU_SOURCE
@@ -83,7 +83,7 @@ static void collect(void) {
     for (uint32_t i = 0; i < RECORDS; i++) {
         CHECK(reader_next(&reader, &refs[i]) == 1);
     }
-    /* A lack of room is an answer too. */
+    /* The ring may lack the room. */
     (void)reader_move(&reader, &refs[RECORDS / 2]);
     for (uint32_t half = 0; half < 2; half++) {
         atomic_store(&witness->begun, half + 1);
@@ -270,7 +270,7 @@ static void take(void) {
     }
 }
 
-/* Over any remains there, the next collector publishes in this entry, and a producer claims. */
+/* Over any remains the next collector publishes in this entry, and a producer claims. */
 static void check_row_serves(uint32_t row, uint64_t number) {
     uint64_t claimant;
     struct retry_entry copy;

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -353,7 +353,15 @@ def test_a_missing_device_is_told(bus_name: str, spawn: Spawner, memory: Memory)
             receives(receiver, 0)
 
 
-@in_each_memory
+def is_told_of_a_death(child: Child, side: str, wait: Callable[[], object]) -> None:
+    """Kill the other side while this side waits; the kill ends the wait, and names the side."""
+    threading.Timer(0.05, child.kill).start()
+    with pytest.raises(PeerGoneError) as gone:
+        wait()
+    assert (gone.value.side, gone.value.pid) == (side, child.pid)
+
+
+@in_all
 def test_a_killed_senders_steps_arrive(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     child = start_sender(spawn, bus_name, memory, 1, 1)
     child.expect("sent", timeout=60)
@@ -366,7 +374,7 @@ def test_a_killed_senders_steps_arrive(bus_name: str, spawn: Spawner, memory: Me
             receiver.recv(NEVER_S)
         successor = start_sender(spawn, bus_name, memory, 1, 1)
         receives(receiver, 1)
-        successor.kill()
+        is_told_of_a_death(successor, "sender", lambda: receiver.recv(NEVER_S))
 
 
 @in_each_memory
@@ -390,7 +398,7 @@ def test_a_step_dead_with_its_memory_fails(bus_name: str, spawn: Spawner, memory
         successor.kill()
 
 
-@in_each_memory
+@in_all
 def test_a_killed_receivers_step_goes_on(bus_name: str, spawn: Spawner, memory: Memory) -> None:
     holding = RECEIVER.replace(
         "step += 1", "print('holds', flush=True); __import__('time').sleep(600)"
@@ -400,9 +408,10 @@ def test_a_killed_receivers_step_goes_on(bus_name: str, spawn: Spawner, memory: 
         send(sender, memory, 0)
         child.expect("holds", timeout=60)
         send(sender, memory, 1)
-        child.kill()
-        with pytest.raises(PeerGoneError):
-            sender.send(made(2, memory.device), meta={"n": 2}, timeout=NEVER_S)
+        third = made(2, memory.device)
+        is_told_of_a_death(
+            child, "receiver", lambda: sender.send(third, meta={"n": 2}, timeout=NEVER_S)
+        )
         with TensorChannel.open(bus_name, specs=SPECS) as receiver:
             receives(receiver, 0, 1)
             send(sender, memory, 2)

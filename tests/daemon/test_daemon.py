@@ -204,46 +204,6 @@ def take_exactly(consumer: Consumer, count: int) -> list[Group]:
     return groups
 
 
-def test_leases_and_acknowledgements_outlive_the_daemon(daemon: Served, bus_name: str) -> None:
-    served = daemon("--capacity", "8MiB")
-    for key in "abcd":
-        put(bus_name, key)
-    with Consumer(bus_name) as consumer, Consumer(bus_name) as other:
-        # Each group has a separate producer: the first two are open.
-        held = take_exactly(consumer, 2)
-        served.kill()
-        held[0].ack()
-        served.start()
-        left = take_exactly(other, 2)
-        assert {g.instance_id for g in (*held, *left)} == set("abcd")
-        assert other.take(timeout=0.3) == []
-        assert np.array_equal(held[1][1]["tokens"], np.arange(100) + 1)
-        held[1].ack()
-        assert wait_until(lambda: consumer.stats().acknowledged == 8)
-        assert consumer.stats().balanced
-
-
-def test_a_stopped_client_keeps_its_groups_over_a_restart_and_a_dead_one_does_not(
-    daemon: Served, bus_name: str, spawn: Spawner
-) -> None:
-    served = daemon("--capacity", "8MiB")
-    put(bus_name, "a")
-    holder = spawn.script(
-        "import sys, time\nfrom shmbus import Consumer\n"
-        "c = Consumer(sys.argv[1])\ng = c.take(timeout=20)\nprint('holding')\ntime.sleep(600)\n",
-        bus_name,
-    )
-    holder.expect("holding")
-    holder.send_signal(signal.SIGSTOP)
-    served.kill()
-    served.start()
-    with Consumer(bus_name) as consumer:
-        assert consumer.take(timeout=limits.RECLAIM_WAIT_S + 1) == []
-        assert consumer.stats().balanced
-        holder.kill()
-        assert [g.instance_id for g in consumer.take(timeout=10)] == ["a"]
-
-
 def test_sigterm_waits_for_leases(daemon: Served, bus_name: str) -> None:
     served = daemon("--capacity", "8MiB")
     put(bus_name, "a")

@@ -11,7 +11,6 @@ from conftest import Daemon, Spawner, next_request, two_ranks, wait_until
 
 from shmbus import (
     Bus,
-    BusBusyError,
     Consumer,
     DaemonUnavailableError,
     Feeder,
@@ -57,44 +56,6 @@ def test_shards_are_the_same_whoever_asks_first(daemon: Served, bus_name: str, f
         assert wait_until(lambda: zero.stats().acknowledged == 16)
 
 
-RANK = """
-import sys, time
-from shmbus import Consumer
-consumer = Consumer(sys.argv[1], rank=1, world_size=2)
-groups = consumer.take_shard(groups=3, timeout=20)
-groups[0].ack()
-consumer.stats()
-print(",".join(g.instance_id for g in groups[1:]))
-time.sleep(600)
-"""
-
-
-def test_a_rank_that_died_gets_what_it_did_not_acknowledge_again_and_nobody_else_does(
-    daemon: Served, bus_name: str, spawn: Spawner
-) -> None:
-    daemon("--capacity", "8MiB")
-    put(bus_name, range(12))
-    child = spawn.script(RANK, bus_name)
-    wait_until(lambda: "," in child.output())
-    left = child.output().strip().split(",")
-    with Consumer(bus_name, rank=0, world_size=2) as zero:
-        assert not set(ids(zero.take_shard(groups=3, timeout=10))) & set(left)
-        with pytest.raises(BusBusyError, match=f"rank 1 is pid {child.pid}"):
-            Consumer(bus_name, rank=1, world_size=2)
-        child.kill()
-        assert not set(ids(zero.take_shard(groups=3, timeout=10))) & set(left)
-
-        def again() -> Consumer | None:
-            try:
-                return Consumer(bus_name, rank=1, world_size=2)
-            except BusBusyError:
-                return None
-
-        with wait_until(again) as one:  # type: ignore[union-attr]
-            assert ids(one.take_shard(groups=3, timeout=10)) == left
-            assert len(one.take_shard(groups=3, timeout=10)) == 3
-
-
 def here(name: str) -> int:
     reply = ask_status(name)
     return len(reply.daemon.leases) if isinstance(reply, StatusReply) else 0
@@ -113,7 +74,7 @@ def test_after_a_restart_a_rank_ahead_leaves_the_groups_to_one_behind(
         served.kill()
         served.start()
         wait_until(lambda: here(bus_name) == 2, what="both ranks to come back")
-        # The second rank's two steps were with the daemon: both of these groups belong to them.
+        # The daemon knew two steps of the second rank: both groups belong to these steps.
         assert one.take_shard(groups=1, max_wait=0, timeout=0.2) == []
         taken = [zero.take_shard(groups=1, max_wait=0, timeout=10) for _ in range(2)]
         assert [len(groups) for groups in taken] == [1, 1]
@@ -177,7 +138,7 @@ for step in range(5):
     print("took", *(group.instance_id for group in held[-1]), f"in step {step}", flush=True)
     while len(held) > int(holds):
         consumer.ack(held.pop(0))
-        consumer.stats()  # with it comes the confirmation, so that it holds nothing of it
+        consumer.stats()  # brings the confirmation
     print("done", step, flush=True)
 time.sleep(600)
 """
@@ -188,8 +149,8 @@ time.sleep(600)
 def test_a_rank_that_returns_after_a_new_process_asked_goes_on_beside_it(
     daemon: Served, spawn: Spawner, bus_name: str, tmp_path: Path, holds: int, asked: int
 ) -> None:
-    # The new process knows no step: it counts from 0 until its sibling reports. The sibling's
-    # groups are both ranks', so the new rank has as many steps to take.
+    # The new process counts steps from 0 until its sibling reports. The sibling's groups belong to
+    # steps of both ranks, so the new rank takes as many steps.
     served = daemon("--capacity", "8MiB")
     put(bus_name, range(6))
     zero = spawn.script(STOPPED_RANK, bus_name, tmp_path, str(holds))

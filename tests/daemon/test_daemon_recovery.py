@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +170,31 @@ def test_what_a_daemon_granted_that_died_before_its_locks_were_there_is_the_next
         served.start()
         take_one(consumer).ack()
         wait_until(lambda: consumer.stats().acknowledged == 4)
+
+
+def test_what_a_dead_daemon_had_granted_last_is_not_taken_for_the_next_ones(
+    daemon: Served, bus_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = daemon("--capacity", "8MiB")
+    with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
+        for key in ("a", "b", "c"):
+            put(producer, key, range(4))
+        client = client_of(consumer)
+        borrow, wires = client.borrow, [client.connection.wire]
+
+        def late(*arguments: Any) -> Any:
+            # The watcher reaches the next daemon before the thread with the reply goes on.
+            if len(wires) == 1:
+                served.kill()
+                served.start()
+                wires.append(wait_until(lambda: client.connection.wire not in (None, wires[0])))
+            return borrow(*arguments)
+
+        monkeypatch.setattr(client, "borrow", late)
+        taken = [take_one(consumer) for _ in range(3)]
+        assert [group.instance_id for group in taken] == ["a", "b", "c"]
+        consumer.ack(taken)
+        assert wait_until(lambda: consumer.stats().acknowledged == 12)
 
 
 def test_what_is_acknowledged_while_no_daemon_is_there_is_told_by_close(

@@ -128,7 +128,7 @@ class SmallEngine:
 
 
 class Configured(NamedTuple):
-    """A kind of server with settings of its own, for a process of its own."""
+    """A kind of server with settings, for a separate process."""
 
     kind: type[SmallEngine]
     settings: dict[str, Any]
@@ -144,7 +144,7 @@ class Configured(NamedTuple):
 
 
 def run(make: Callable[[int], SmallEngine], ranks: int, ready: Connection, port: int) -> None:
-    """Serve until the other end closes: the process of `Running`."""
+    """Serve until the starter closes the pipe: the process of `Running`."""
     torch.set_num_threads(1)
 
     async def main() -> None:

@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples"
 MAX_LINES = 150
 LONG = {"demo_on_two_nodes.py", "grpo_transformers.py"}
 #: Adapters of stacks that need a GPU for their installation; tests/trainer has their tests.
-ADAPTERS = {"prime_rl_transport.py", "slime_rollouts.py", "torchtitan_fork.py"}
+ADAPTERS = {"prime_rl_transport.py", "slime_rollouts.py"}
 OWN_TEST = {"draft_head.py", "weights_in_flight.py"}
 #: Examples for stacks in separate environments (tests/peers), not run here.
 ELSEWHERE = {

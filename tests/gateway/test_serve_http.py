@@ -9,6 +9,7 @@ from typing import Any
 from conftest import Daemon, wait_until
 from gateways import Gateway
 from http_requests import scored
+from operators import children_of, is_gone
 
 
 def gateway_of_daemon(served: Daemon) -> Gateway:
@@ -22,22 +23,6 @@ def gateway_of_daemon(served: Daemon) -> Gateway:
 
     found.port = wait_until(port, what="the gateway to serve")
     return found
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] + [
-        int(n)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        if task.name != str(pid)
-        for n in (task / "children").read_text().split()
-    ]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return True
 
 
 def test_groups_travel_through_both(daemon: Any) -> None:

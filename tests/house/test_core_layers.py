@@ -1,4 +1,4 @@
-"""The C core as a graph of object files' symbols: calls go down only, and exports are declared."""
+"""C core and binding as a graph of functions: calls go down only, and headers declare exports."""
 
 import os
 import re
@@ -14,6 +14,9 @@ import pytest
 CORE = Path(__file__).resolve().parents[2] / "shmbus_ext"
 ROOMS = ("base", "ring", "stash", "batch", "pool", "channel")
 GROUND = "base"
+BINDING = CORE / "python"
+#: Folders of the binding: a family of objects each.
+FAMILIES = tuple(f"python/{path.name}" for path in sorted(BINDING.iterdir()) if path.is_dir())
 COMPILER = shlex.split(os.environ.get("CC", "cc"))
 
 pytestmark = [
@@ -26,6 +29,8 @@ pytestmark = [
 
 
 class Symbols(NamedTuple):
+    """Functions of an object file; compilers' clones for other processors have a dot."""
+
     defined: set[str]
     undefined: set[str]
 
@@ -40,55 +45,57 @@ def symbols_of(compiled: Path) -> Symbols:
     found = Symbols(set(), set())
     for line in listed.stdout.splitlines():
         name, kind = line.split()[:2]
-        # A name with a dot is the compiler's: a clone for another processor.
-        if "." not in name:
-            (found.undefined if kind in "Uw" else found.defined).add(name)
+        if "." not in name and kind in "TiUw":
+            (found.defined if kind in "Ti" else found.undefined).add(name)
     return found
 
 
 @pytest.fixture(scope="module")
-def core(failpoint_build: Path) -> dict[str, Symbols]:
+def files(failpoint_build: Path) -> dict[str, Symbols]:
     objects = failpoint_build / "objects" / CORE.name
-    return {
-        f"{room}/{source.stem}": symbols_of(objects / room / f"{source.stem}.o")
-        for room in ROOMS
-        for source in sorted((CORE / room).glob("*.c"))
-    }
+    units = [path.relative_to(CORE).with_suffix("") for path in sorted(CORE.rglob("*.c"))]
+    return {unit.as_posix(): symbols_of(objects / unit.with_suffix(".o")) for unit in units}
 
 
-def owners(core: dict[str, Symbols]) -> dict[str, str]:
-    return {name: file for file, symbols in core.items() for name in symbols.defined}
+def room_of(file: str) -> str:
+    return file.rpartition("/")[0]
 
 
-def calls(core: dict[str, Symbols]) -> dict[str, set[str]]:
-    owner = owners(core)
+def calls(files: dict[str, Symbols]) -> dict[str, set[str]]:
+    owner = {name: file for file, symbols in files.items() for name in symbols.defined}
     return {
         file: {owner[name] for name in symbols.undefined if name in owner}
-        for file, symbols in core.items()
+        for file, symbols in files.items()
     }
 
 
-def test_no_name_has_two_definitions(core: dict[str, Symbols]) -> None:
+def require_no_circle(graph: dict[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_no_name_has_two_definitions(files: dict[str, Symbols]) -> None:
     definitions: dict[str, list[str]] = {}
-    for file, symbols in core.items():
+    for file, symbols in files.items():
         for name in symbols.defined:
             definitions.setdefault(name, []).append(file)
-    assert {name: files for name, files in definitions.items() if len(files) > 1} == {}
+    assert {name: owners for name, owners in definitions.items() if len(owners) > 1} == {}
 
 
-def test_no_files_call_each_other_in_a_circle(core: dict[str, Symbols]) -> None:
-    try:
-        TopologicalSorter(calls(core)).prepare()
-    except CycleError as error:
-        pytest.fail(f"a circle of calls: {' -> '.join(reversed(error.args[1]))}")
+def test_no_files_call_each_other_in_a_circle(files: dict[str, Symbols]) -> None:
+    graph = calls(files)
+    assert "python/read/reader_object" in graph["python/read/take"]
+    require_no_circle(graph)
 
 
-def test_the_rooms_of_the_core_do_not_call_each_other(core: dict[str, Symbols]) -> None:
+def test_the_rooms_of_the_core_do_not_call_each_other(files: dict[str, Symbols]) -> None:
     assert [
         f"{file} calls {called}"
-        for file, all_called in calls(core).items()
+        for file, all_called in calls(files).items()
         for called in sorted(all_called)
-        if called.split("/")[0] != file.split("/")[0] and called.split("/")[0] != GROUND
+        if room_of(file) in ROOMS and room_of(called) not in (room_of(file), GROUND)
     ] == []
 
 
@@ -101,13 +108,47 @@ def declared(header: Path) -> set[str]:
     return set(prototypes)
 
 
-def test_the_headers_of_a_room_declare_what_its_files_define(core: dict[str, Symbols]) -> None:
-    for room in ROOMS:
-        headers = sorted((CORE / room).glob("*.h"))
-        defined = {
-            name
-            for file, symbols in core.items()
-            if file.startswith(f"{room}/")
-            for name in symbols.defined
+@pytest.mark.parametrize("room", [*ROOMS, "python", *FAMILIES])
+def test_the_headers_of_a_room_declare_what_its_files_define(
+    room: str, files: dict[str, Symbols]
+) -> None:
+    headers = sorted((CORE / room).glob("*.h"))
+    defined = {
+        name for file, each in files.items() if room_of(file) == room for name in each.defined
+    }
+    assert set().union(*(declared(header) for header in headers)) == defined - {"PyInit__core"}
+
+
+def test_no_two_families_of_objects_include_each_other() -> None:
+    include = re.compile(r'^#include "(python/\w+)/', re.M)
+    graph = {
+        family: {
+            known
+            for path in (CORE / family).glob("*.[ch]")
+            for known in include.findall(path.read_text())
         }
-        assert set().union(*(declared(header) for header in headers)) == defined, room
+        - {family}
+        for family in FAMILIES
+    }
+    assert graph["python/put"]
+    require_no_circle(graph)
+
+
+def test_names_of_the_binding_begin_with_py_and_never_equal_a_name_of_the_core(
+    files: dict[str, Symbols],
+) -> None:
+    definition = re.compile(r"^(?:static )?(?:inline )?[A-Za-z_][\w \*]*?\b(\w+)\([^;{]*{", re.M)
+    core = {name for file, each in files.items() if room_of(file) in ROOMS for name in each.defined}
+    binding = {
+        name for file, each in files.items() if room_of(file) not in ROOMS for name in each.defined
+    }
+    headers = {
+        name for path in BINDING.rglob("*.h") for name in definition.findall(path.read_text())
+    }
+    everything = {
+        name for path in BINDING.rglob("*.[ch]") for name in definition.findall(path.read_text())
+    }
+    assert "writer_claim" in core
+    assert [name for name in sorted(binding) if not name.startswith(("py_", "PyInit__core"))] == []
+    assert [name for name in sorted(headers) if not name.startswith(("py_", "list_"))] == []
+    assert core & everything == set()

@@ -12,7 +12,6 @@ UPSTREAM = PAGES / "upstream"
 TESTED = {
     "trl/shmbus_integration.md": "trl.md",
     "verl-recipe/shmbus/README.md": "verl.md",
-    "skyrl/shmbus.mdx": "skyrl.md",
 }
 #: What only the other project's own tree can run; its configuration is run by tests/peers/verl.
 THEIRS = "python -m verl.trainer.main_ppo"
@@ -45,8 +44,6 @@ def test_the_versions_are_those_of_the_tests(page: str) -> None:
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        ("skyrl.md", "pip install shmbus skyrl"),
-        ("torchtitan.md", "pip install shmbus torchtitan"),
         ("trl.md", "pip install"),
         ("verl.md", "pip install"),
     ],

@@ -41,7 +41,7 @@ class Case(embedded.Case):
         else:
             self.bus = served.wait_for(lambda: shmbus.Bus.open(name))
         self.producer = shmbus.Producer(name)
-        self.handler = served.wait_for(self.attach)
+        self.consumer = served.wait_for(self.attach)
         self.others = [self.attach(rank) for rank in range(1, self.ranks)]
         self.round = 0
         self.put = set()
@@ -58,7 +58,7 @@ class Case(embedded.Case):
         )
 
     def close(self) -> None:
-        for handler in [self.handler, *self.others]:
+        for handler in [self.consumer, *self.others]:
             handler.close()
         self.producer.close()
         if self.daemon is not None:
@@ -67,14 +67,11 @@ class Case(embedded.Case):
         self.bus.unlink()
         self.bus.close()
 
-    def offer_round(self) -> None:
-        self.offer(BATCH * self.ranks if self.ranks > 1 else 3 * BATCH)
+    def offer(self, *arguments: Any) -> None:
+        super().offer(BATCH * self.ranks if self.ranks > 1 else 3 * BATCH)
 
-    def balance(self) -> shmbus.Ledger:
-        ledger = self.handler.stats()
-        if not ledger.balanced:
-            raise Fault(f"the ledger does not balance: {ledger}")
-        return ledger
+    def take(self, count: int = 64, held: int = 0) -> list[Any]:
+        return [self.consumer.next_batch(timeout=2.0)]
 
     def batches(self, wanted: set[str]) -> list[tuple[OnlineDataHandler, Batch]]:
         """Collect the batches of every rank until the wanted groups came, or time is over."""
@@ -83,7 +80,7 @@ class Case(embedded.Case):
         deadline = time.monotonic() + PATIENCE_S
         while left and time.monotonic() < deadline:
             # In most operations the first rank had its part of a step.
-            for handler in [*self.others, self.handler]:
+            for handler in [*self.others, self.consumer]:
                 try:
                     batch = handler.next_batch(timeout=SLICE_S)
                 except TimeoutError:
@@ -94,16 +91,16 @@ class Case(embedded.Case):
                     break
         return found
 
-    def audit_batches(self, held: list[Batch], done: set[str]) -> None:
+    def audit(self, held: list[Batch], done: set[str]) -> None:
         """Check for losses and repetitions; `held` belongs to the first rank."""
         self.balance()
         wanted = self.put - done
         keys = [group.instance_id for batch in held for group in batch.groups]
-        found = [(self.handler, batch) for batch in held]
+        found = [(self.consumer, batch) for batch in held]
         found += self.batches(wanted - set(keys))
         keys = sorted(group.instance_id for _, batch in found for group in batch.groups)
         if keys != sorted(wanted):
-            raise Fault(f"expected {sorted(wanted)}, got {keys}; {self.handler.stats()}")
+            raise Fault(f"expected {sorted(wanted)}, got {keys}; {self.consumer.stats()}")
         for handler, batch in found:
             handler.ack(batch)
         self.balance()
@@ -114,28 +111,28 @@ class Case(embedded.Case):
 
 def nexting(case: Case, at: int) -> None:
     """A batch lost by the exception comes again; a returned batch is listed."""
-    case.offer_round()
+    case.offer()
 
     def operate() -> object:
-        return case.handler.next_batch(timeout=2.0)
+        return case.consumer.next_batch(timeout=2.0)
 
     kept, result = interrupt(at, operate)
-    held = case.handler.out
+    held = case.consumer.out
     if kept is None and held != [result]:
         raise Fault(f"expected {result} to be out, got {held}")
-    case.audit_batches(held, set())
+    case.audit(held, set())
 
 
 def nexting_twice(case: Case, at: int) -> None:
     """The trainer also loses the next call's batch; the handler lists the batch."""
-    case.offer_round()
+    case.offer()
 
     def operate() -> object:
-        return case.handler.next_batch(timeout=2.0)
+        return case.consumer.next_batch(timeout=2.0)
 
-    if interrupt(at, operate).kept is not None and not case.handler.out:
+    if interrupt(at, operate).kept is not None and not case.consumer.out:
         operate()
-    case.audit_batches(case.handler.out, set())
+    case.audit(case.consumer.out, set())
 
 
 def offering(case: Case, at: int) -> None:
@@ -144,97 +141,72 @@ def offering(case: Case, at: int) -> None:
     prompts = iter([(f"q{number}", [number]) for number in range(2 * count)])
 
     def operate() -> None:
-        case.handler.offer(prompts, ahead=1, group_size=1)
+        case.consumer.offer(prompts, ahead=1, group_size=1)
 
     kept, _ = interrupt(at, operate)
-    position = case.handler.state_dict().get("offer", {}).get("position", 0)
-    if position != len(case.handler._consumer.open_requests()):
+    position = case.consumer.state_dict().get("offer", {}).get("position", 0)
+    if position != len(case.consumer._consumer.open_requests()):
         raise Fault(f"the state stands at {position}")
     if kept is not None:
         again(operate)
     # A call offers for a tenth of a second: two prompts' worth on a busy machine.
     for _ in range(count):
-        if len(case.handler._consumer.open_requests()) < count:
+        if len(case.consumer._consumer.open_requests()) < count:
             again(operate)
-    found = case.handler._consumer.open_requests()
+    found = case.consumer._consumer.open_requests()
     if found != [(f"q{number}", number, "train") for number in range(count)]:
         raise Fault(f"open are {found}")
     # The next handler has no prompts to replace these.
-    case.handler.close()
+    case.consumer.close()
     case.put = set()
     while (request := case.producer.requests.next(timeout=0)) is not None:
         case.put.add(request.instance_id)
         case.producer.requests.answer(request, tokens=embedded.DATA)
-    case.handler = served.wait_for(case.attach)
-    case.audit_batches([], set())
+    case.consumer = served.wait_for(case.attach)
+    case.audit([], set())
 
 
 def ending(verb: str) -> Callable[[Case, int], None]:
     def run(case: Case, at: int) -> None:
-        case.offer_round()
-        first = case.handler.next_batch(timeout=2.0)
+        case.offer()
+        first = case.consumer.next_batch(timeout=2.0)
 
         def operate() -> None:
-            getattr(case.handler, verb)(first)
+            getattr(case.consumer, verb)(first)
 
         case.interrupt(at, operate)
         done = {group.instance_id for group in first.groups} if verb == "ack" else set()
-        case.audit_batches([], done)
+        case.audit([], done)
 
     return run
 
 
 def saving(case: Case, at: int) -> None:
-    case.offer_round()
-    first = case.handler.next_batch(timeout=2.0)
-    before = case.handler.state_dict()
+    case.offer()
+    first = case.consumer.next_batch(timeout=2.0)
+    before = case.consumer.state_dict()
 
     def operate() -> object:
-        return case.handler.state_dict()
+        return case.consumer.state_dict()
 
     interrupt(at, operate)
-    if case.handler.state_dict() != before:
+    if case.consumer.state_dict() != before:
         raise Fault("the state is another one")
-    case.audit_batches([first], set())
+    case.audit([first], set())
 
 
 def loading(case: Case, at: int) -> None:
-    case.offer_round()
-    first = case.handler.next_batch(timeout=2.0)
-    state = case.handler.state_dict()
-    case.handler.give_back(first)
+    case.offer()
+    first = case.consumer.next_batch(timeout=2.0)
+    state = case.consumer.state_dict()
+    case.consumer.give_back(first)
 
     def operate() -> None:
-        case.handler.load_state_dict(state)
+        case.consumer.load_state_dict(state)
 
     if interrupt(at, operate).kept is not None:
         again(operate)
-    case.audit_batches([], {group.instance_id for group in first.groups})
-
-
-def attaching(case: Case, at: int) -> None:
-    """A handler with an interrupted construction holds no place: the next handler gets it."""
-    case.offer_round()
-    case.handler.close()
-
-    def operate() -> object:
-        return case.attach()
-
-    case.handler = interrupt(at, operate).result or case.attach()
-    case.audit_batches([], set())
-
-
-def closing(case: Case, at: int) -> None:
-    case.offer_round()
-    case.handler.next_batch(timeout=2.0)
-
-    def operate() -> None:
-        case.handler.close()
-
-    if interrupt(at, operate).kept is not None:
-        again(operate)
-    case.handler = case.attach()
-    case.audit_batches([], set())
+    case.audit([], {group.instance_id for group in first.groups})
 
 
 _VERBS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
@@ -244,13 +216,13 @@ _VERBS: dict[str, tuple[dict[str, Any], Callable[[Case, int], None]]] = {
     "give-back": ({}, ending("give_back")),
     "state": ({}, saving),
     "load": ({}, loading),
-    "close": ({}, closing),
+    "close": ({}, embedded.closing),
 }
 _VERBS |= {f"{verb}-prefetch": ({"prefetch": 1}, run) for verb, (_, run) in _VERBS.items()}
 _VERBS |= {
     "next-stale": ({"max_policy_lag": 3}, nexting),
     "offer": ({}, offering),
-    "attach": ({}, attaching),
+    "attach": ({}, embedded.attaching),
 }
 
 OPERATIONS = dict(_VERBS)

@@ -15,7 +15,6 @@ failed for a different reason.
 import contextlib
 import faulthandler
 import json
-import os
 import random
 import select
 import signal
@@ -28,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import served
 
 import shmbus
 
@@ -268,15 +268,11 @@ def attack(name: str, mode: str, count: int, seed: int) -> dict[str, Any]:
         if mode in ALONE:
             last.enter_context(shmbus.Bus.create(name, "1MiB", max_producers=2))
         else:
-            argv = [sys.executable, "-m", "shmbus", "serve", name, "--capacity", "1MiB"]
-            daemon = subprocess.Popen([*argv, "--log-level", "error"], stdin=subprocess.DEVNULL)
+            daemon = served.serve(name)
             last.callback(shmbus.unlink, name)
             last.callback(daemon.wait, 30)
             last.callback(daemon.terminate)
-            deadline = time.monotonic() + 20
-            while not os.path.exists(f"/dev/shm/shmbus.{name}"):
-                assert time.monotonic() < deadline, "no daemon"
-                time.sleep(0.01)
+            served.wait_for(lambda: shmbus.Bus.open(name).close())
         victim = subprocess.Popen(
             [sys.executable, __file__, name, "consume", str(seed), mode],
             stdin=subprocess.PIPE,

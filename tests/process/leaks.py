@@ -1,7 +1,7 @@
-"""Opens and closes everything many times, as a program: prints what is left as one JSON line.
+"""Opens and closes everything many times, as a program: prints the growth as one JSON line.
 
-Usage: ``python tests/process/leaks.py NAME CYCLES``. Descriptors, mappings, files in /dev/shm and
-Python objects are counted after a warm-up and at the end.
+Usage: ``python tests/process/leaks.py NAME CYCLES [weights]``, in tens of cycles. Descriptors,
+mappings, files in /dev/shm, memory and Python objects are counted after a warm-up and at the end.
 """
 
 import contextlib
@@ -9,18 +9,21 @@ import gc
 import itertools
 import json
 import os
+import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 import shmbus
 
+#: Caches and arenas fill meanwhile.
 WARM_UP = 50
 DATA = np.arange(500, dtype=np.int32)
 
 
-def cycle(name: str, number: int) -> None:
+def bus_cycle(name: str, number: int) -> None:
     """Create, attach, put in every way, take, hold views over a close, acknowledge, remove."""
     with shmbus.Bus.create(name, "256KiB", max_producers=2):
         consumer = shmbus.Consumer(name)
@@ -44,6 +47,37 @@ def cycle(name: str, number: int) -> None:
         assert int(views[0].sum()) == int(DATA.sum()) and kept.shape == (4, 7)
 
 
+def weight_cycle(name: str, number: int) -> None:
+    """Publish, patch, load, refuse a misfit; every tenth publisher removes the weights."""
+    import torch
+    from weight_models import many, same, step
+
+    from shmbus.weights import ManifestError, ModuleSource, WeightPublisher, WeightSubscriber
+
+    torch.set_num_threads(1)
+    made = torch.Generator().manual_seed(number)
+    model, replica = many(12, number % 7), many(12, 99)
+    publisher = WeightPublisher(
+        name, ModuleSource(model), patches=0.3, keep=number % 10 != 9, digests=number % 2 == 0
+    )
+    with publisher, WeightSubscriber(name) as subscriber:
+        for version in range(3):
+            step(model, made, 0.02)
+            publisher.publish(version=version)
+            with subscriber.latest(timeout=10) as weights:
+                weights.load_into(replica)
+                view = weights["p3"]
+            assert same(model, replica) and view.numel()
+            del view
+        with subscriber.latest(timeout=10) as weights:
+            try:
+                weights.load_into({"other": torch.zeros(3)})
+            except ManifestError:
+                pass
+            else:
+                raise AssertionError("a misfit was loaded")
+
+
 def counts(name: str) -> dict[str, int]:
     gc.collect()
     mappings = Path("/proc/self/maps").read_text().splitlines()
@@ -53,14 +87,14 @@ def counts(name: str) -> dict[str, int]:
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "mappings": len(mappings),
-        "segments": len(list(Path("/dev/shm").glob(f"shmbus.{name}*"))),
+        "files": sum(name in path.name for path in Path("/dev/shm").iterdir()),
         "objects": len(gc.get_objects()),
         "blocks": sys.getallocatedblocks(),
+        "memory_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
 
 
-def main() -> None:
-    name, cycles = sys.argv[1], int(sys.argv[2])
+def growth(name: str, cycles: int, cycle: Callable[[str, int], None]) -> dict[str, int]:
     for number in range(WARM_UP):
         cycle(name, number)
     found = [counts(name)]
@@ -72,8 +106,11 @@ def main() -> None:
     # The C library keeps stacks and heaps of threads that have ended, and more of them when threads
     # overlap for the first time: what leaks grows in each third.
     report["mappings"] = min(b["mappings"] - a["mappings"] for a, b in itertools.pairwise(found))
-    print(json.dumps(report))
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    bus, count, *kind = sys.argv[1:]
+    if kind:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
+    print(json.dumps(growth(bus, int(count), weight_cycle if kind else bus_cycle)))

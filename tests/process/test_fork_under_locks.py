@@ -1,6 +1,5 @@
 """A child forked while its parent's threads hold locks never waits for them."""
 
-import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -8,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, Daemon, wait_until
+from conftest import DEFAULT_DEADLINE_S, Daemon
+from supervisor import forked
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -25,30 +25,7 @@ def answers(call: Callable[[], Any]) -> None:
 
 def fork_and_call(calls: list[Callable[[], Any]]) -> None:
     """Have a forked child make every call, and require its end."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            for call in calls:
-                answers(call)
-            status = 0
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-        finally:
-            os._exit(status)
-    ended = [0, 0]
-
-    def over() -> bool:
-        ended[:] = os.waitpid(pid, os.WNOHANG)
-        return ended[0] == pid
-
-    try:
-        wait_until(over, DEFAULT_DEADLINE_S, "a forked child to make its calls")
-    finally:
-        if ended[0] != pid:
-            os.kill(pid, 9)
-            os.waitpid(pid, 0)
-    assert ended[1] == 0, f"the child ended with {ended[1]}"
+    assert forked(lambda: [answers(call) for call in calls]) == 0
 
 
 @pytest.mark.timeout(180)

@@ -165,6 +165,7 @@ def train(name: str, folder: Path, life: str, rank: int, ranks: int, last: int, 
     more: dict[str, Any] = (
         {"sample_retries": SAMPLE_RETRIES, "retry_backoff": BACKOFF} if alone else {}
     )
+    more["prefetch"] = 2 * ((rank + int(life)) % 2)
     step, states = checkpoints.newest()
     trained: set[tuple[str, int]] = set()
     twice: list[tuple[str, int]] = []
@@ -217,7 +218,6 @@ def join(name: str, rank: int, ranks: int, alone: bool, **options: Any) -> Onlin
                 groups_per_batch=GROUPS_PER_RANK * (2 if ranks == 1 else 1),
                 rank=rank,
                 world_size=ranks,
-                prefetch=rank % 2,
                 daemon=not alone,
                 **options,
             )
@@ -228,11 +228,11 @@ def join(name: str, rank: int, ranks: int, alone: bool, **options: Any) -> Onlin
 
 
 def sample_ids(batch: Any) -> Iterator[tuple[str, int]]:
-    """Yield prompt and index of each sample, as told by the tokens."""
+    """Yield prompt and index of each sample, as told by the tokens; the score is the index."""
     starts = batch.cu_seqlens[:-1].tolist()
-    for id_, start in zip(batch.instance_ids, starts, strict=True):
+    for id_, start, score in zip(batch.instance_ids, starts, batch.scores.tolist(), strict=True):
         number, index = batch.tokens[start : start + 2].tolist()
-        assert id_ == f"prompt-{number}", (id_, number)
+        assert (id_, score) == (f"prompt-{number}", index), (id_, score, number, index)
         yield id_, index
 
 

@@ -208,23 +208,3 @@ def test_without_a_recorder_the_request_is_given_back(scene: Scene) -> None:
     with shmbus.Producer(scene.bus.name) as other:
         again = other.requests.next(30.0)
         assert (again.instance_id, again.index) == ("q", 0)
-
-
-def test_sixty_turns_with_dropped_thoughts_are_scored_and_kept_once(scene: Scene) -> None:
-    recorder = scene.start_recorder(scene.engine, tokens=4000)
-    with scene.open() as session:
-        messages = [user("begin")]
-        for number in range(60):
-            scene.engine.script = [f"<t>thought {number}</t>answer {number}"]
-            said = chat(session, messages)
-            messages += [{"role": "assistant", "content": said["content"]}, user("result " * 2)]
-        (held,) = recorder.sessions
-        last = scene.engine.record[-1]
-        context = len(last.prompt) + len(last.output)
-        assert held.nbytes == recorder.sessions.nbytes <= 2 * 9 * context
-        assert session.finish(1.0)
-    (sample,) = scene.taken()
-    wholes = [row["tokens"].tolist() for row in sample.rows]
-    assert wholes == [one.prompt + one.output for one in scene.engine.record]
-    trained = [row["tokens"][row["loss_mask"] == 1].tolist() for row in sample.rows]
-    assert trained == [one.output for one in scene.engine.record]

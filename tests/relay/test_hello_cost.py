@@ -1,11 +1,10 @@
 """Words of a node cost the coordinator as much among 1,000 nodes as among 16: by counted work."""
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
+from counted_work import instructions
 from relay.heads import RecordHead, head_of, pack_heads
 from relay.local import COORDINATOR
 
@@ -84,24 +83,6 @@ def begun(count: int) -> tuple[CoordinatorParty, Box]:
     return party, box
 
 
-def work_of(call: Callable[[], object]) -> int:
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 SAYS: dict[str, Callable[[CoordinatorParty], object]] = {
     "a source's hello": lambda party: party.take(hello(7)),
     "a hello after news that is lost": lambda party: party.take(hello(7, mark=(1, 3))),
@@ -117,7 +98,7 @@ def test_a_word_costs_a_constant(say: Callable[[CoordinatorParty], object]) -> N
     for count in (16, 1000):
         party, _ = begun(count)
         party._next_ask_s = float("inf")
-        work.append(work_of(lambda party=party: say(party)))
+        work.append(instructions(lambda party=party: say(party)))
     assert 0 < work[1] <= 1.3 * work[0], work
 
 

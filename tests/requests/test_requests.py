@@ -1,7 +1,6 @@
 """Prompts out, samples in: the request lane over real processes, with real deaths."""
 
 import asyncio
-import os
 import pickle
 import signal
 import threading
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import Daemon, next_request
 from lane import take_all, totals
+from supervisor import forked
 
 import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer, Request
@@ -284,12 +284,9 @@ def test_a_feeder_pickles_by_name_and_ends_where_it_is_closed(bus: Bus, feeder: 
 
 
 def test_a_feeder_of_before_a_fork_is_closed_in_the_child(feeder: Feeder) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
+    def request() -> None:
+        with pytest.raises(shmbus.BusClosedError):
             feeder.request("q", group_size=1)
-        except shmbus.BusClosedError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    assert forked(request) == 0
     assert feeder.request("q", group_size=1) == 1

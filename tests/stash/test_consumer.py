@@ -249,40 +249,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("end", ["closed", "killed"])
-def test_what_a_consumer_had_not_acknowledged_is_delivered_again_once_and_in_full(
-    bus: Bus, producer: Producer, spawn: Spawner, end: str
-) -> None:
-    for number in range(10):
-        put_group(producer, f"lost{number}", 4)
-        put_group(producer, f"done{number}", 4)
-        put(producer, f"open{number}", 3, 4)
-    if end == "killed":
-        child = spawn.script(KEEPS, bus.name, 20)
-        child.expect("holds")
-        child.kill()
-    else:
-        with Consumer(bus.name) as consumer:
-            kept = take_all(consumer, 20)
-            consumer.ack(group for group in kept if group.instance_id.startswith("done"))
-            [lost] = [group for group in kept if group.instance_id == "lost3"]
-        with pytest.raises(shmbus.BusClosedError):
-            lost.ack()
-    with Consumer(bus.name) as consumer:
-        groups = take_all(consumer, 10)
-        assert names(groups) == [f"lost{number}" for number in range(10)]
-        for group in groups:
-            assert_whole(group, 4)
-        ledger = balanced(consumer)
-        assert (ledger.acknowledged, ledger.leased, ledger.stashed) == (40, 40, 10)
-        for number in range(10):
-            for index in range(3):
-                put(producer, f"open{number}", index, 4)
-        assert names(take_all(consumer, 10)) == [f"open{number}" for number in range(10)]
-        consumer.ack(groups)
-        assert balanced(consumer).acknowledged == 80
-
-
 def test_the_ledger_balances_after_every_step(bus: Bus, seed: int) -> None:
     rng = random.Random(seed)
     options: dict[str, Any] = {

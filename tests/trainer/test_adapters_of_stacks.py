@@ -12,17 +12,12 @@ from conftest import wait_until
 
 import shmbus
 from trainer_adapter.adapters.optional_imports import Stack
-from trainer_adapter.adapters.prompt_response import part_row
+from trainer_adapter.adapters.prompt_response import experts_of, part_row
 from trainer_adapter.adapters.requested_groups import SplitConsumer
-from trainer_adapter.adapters.skyrl import make_generator
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is installed here")
 def test_without_its_stack_an_adapter_says_what_it_needs() -> None:
-    with pytest.raises(
-        ImportError, match=r"GeneratorInterface of skyrl.*no skyrl \(tested: 0\.3\.0"
-    ):
-        make_generator("none")
     with pytest.raises(ImportError, match=r"needs kv_put of transfer_queue.*no verl \(tested"):
         importlib.import_module("trainer_adapter.adapters.verl.manager")
 
@@ -82,6 +77,23 @@ def test_a_row_that_lacks_something_is_named(changes: dict[str, Any], words: str
     t: Any = SimpleNamespace(instance_id="q", index=2, keys=tuple)
     with pytest.raises(ValueError, match=f"group 'q', sample 2, field {words}|{words}"):
         part_row(t, row(**changes), logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("experts", "got"),
+    [
+        (np.full((3, 2, 2), 1.7), r"float64 in shape \(3, 2, 2\)"),
+        (np.full((3, 2, 2), 70_000), "0 to 70000"),
+        (np.full((3, 2, 2), -1), "-1 to 0"),
+        (np.ones((5, 2, 2), np.uint8), r"uint8 in shape \(5, 2, 2\)"),
+        (np.ones(3, np.uint8), r"uint8 in shape \(3,\)"),
+    ],
+)
+def test_experts_changed_by_a_cast_are_refused(experts: Any, got: str) -> None:
+    t: Any = SimpleNamespace(instance_id="q", index=2)
+    says = f"group 'q', sample 2, field 'routed_experts': expected the numbers .*got {got}"
+    with pytest.raises(ValueError, match=says):
+        experts_of(t, row(routed_experts=experts))
 
 
 @pytest.mark.parametrize("served", [False, True])

@@ -1,6 +1,5 @@
-"""TRL's rollout function and SkyRL's generator over groups that cannot train or never come."""
+"""TRL's rollout function over groups that cannot train or never come."""
 
-import asyncio
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pytest
 from answering import Answer, answering
 
 import shmbus
-from trainer_adapter.adapters.skyrl import GenerateByBus
 from trainer_adapter.adapters.trl import ShmbusRollouts, scored
 
 VERSION, LAG = 5, 1
@@ -33,7 +31,7 @@ def fail(producer: shmbus.Producer, request: shmbus.Request) -> None:
     producer.requests.fail(request, "the sandbox is gone")
 
 
-def by_trl(bus: str, **options: Any) -> list[float]:
+def ask(bus: str, **options: Any) -> list[float]:
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), num_generations=2, max_completion_length=8,
         accelerator=SimpleNamespace(num_processes=1), processing_class=None,
@@ -46,24 +44,7 @@ def by_trl(bus: str, **options: Any) -> list[float]:
         rollouts.close()
 
 
-def by_skyrl(bus: str, **options: Any) -> list[float]:
-    ids = [SimpleNamespace(instance_id="a", repetition_id=index) for index in range(2)]
-    batch = {"prompts": ["a"] * 2, "env_classes": ["echo"] * 2, "trajectory_ids": ids}
-    generator = GenerateByBus(bus, timeout=60.0, **options)
-    try:
-        rewards: list[float] = asyncio.run(generator.generate(batch))["rewards"]
-        return rewards
-    finally:
-        generator.close()
-
-
-@pytest.fixture(params=[by_trl, by_skyrl], ids=["trl", "skyrl"])
-def ask(request: pytest.FixtureRequest) -> Callable[..., list[float]]:
-    found: Callable[..., list[float]] = request.param
-    return found
-
-
-def test_older_weights_end_the_step(bus: shmbus.Bus, ask: Callable[..., list[float]]) -> None:
+def test_older_weights_end_the_step(bus: shmbus.Bus) -> None:
     bus.policy_version = VERSION
     named = pytest.raises(RuntimeError, match=r"the group \('\w+', \d+\) was asked for.*as stale")
     with answering(bus.name, of_version(VERSION - LAG - 1)), named:
@@ -72,7 +53,7 @@ def test_older_weights_end_the_step(bus: shmbus.Bus, ask: Callable[..., list[flo
 
 
 @pytest.mark.parametrize("version", [VERSION - LAG, VERSION, VERSION + 7])
-def test_newer_weights_pass(version: int, bus: shmbus.Bus, ask: Callable[..., list[float]]) -> None:
+def test_newer_weights_pass(version: int, bus: shmbus.Bus) -> None:
     bus.policy_version = VERSION
     with answering(bus.name, of_version(version)):
         assert ask(bus.name, max_policy_lag=LAG) == [0.0, 1.0]
@@ -82,7 +63,7 @@ def test_newer_weights_pass(version: int, bus: shmbus.Bus, ask: Callable[..., li
 
 @pytest.mark.parametrize("served", [False, True])
 def test_a_group_that_failed_for_good_ends_the_step_by_name(
-    served: bool, bus_name: str, daemon: Callable[..., Any], ask: Callable[..., list[float]]
+    served: bool, bus_name: str, daemon: Callable[..., Any]
 ) -> None:
     if served:
         daemon("--capacity", "1MiB")
@@ -91,7 +72,7 @@ def test_a_group_that_failed_for_good_ends_the_step_by_name(
         ask(bus_name)
 
 
-def test_a_step_follows_an_ended_one(bus: shmbus.Bus, ask: Callable[..., list[float]]) -> None:
+def test_a_step_follows_an_ended_one(bus: shmbus.Bus) -> None:
     with answering(bus.name, fail), pytest.raises(RuntimeError, match="dropped it"):
         ask(bus.name)
     with answering(bus.name, of_version(0)):
@@ -102,7 +83,7 @@ def test_a_completion_that_is_longer_than_trl_allows_is_named(bus: shmbus.Bus) -
     long = {"tokens": [3] * 10, "loss_mask": [0] + [1] * 9, "logprobs": [-1.0] * 10}
     named = pytest.raises(ValueError, match=r"at most 8 sampled in a turn, max_completion_length")
     with answering(bus.name, of_fields(**long)), named:
-        by_trl(bus.name)
+        ask(bus.name)
 
 
 def test_what_cannot_be_scored_is_none_to_trls_reward_function(bus: shmbus.Bus) -> None:
@@ -110,4 +91,4 @@ def test_what_cannot_be_scored_is_none_to_trls_reward_function(bus: shmbus.Bus) 
         producer.requests.answer(request, **GOOD, **scored(math.nan if request.index else 0.5))
 
     with answering(bus.name, answer):
-        assert by_trl(bus.name) == [0.5, None]
+        assert ask(bus.name) == [0.5, None]

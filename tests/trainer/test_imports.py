@@ -6,15 +6,14 @@ import sys
 from typing import Any
 
 STACKS = (
-    "aiohttp", "atroposlib", "prime_rl", "skyrl", "slime", "torch", "torchtitan", "transformers",
-    "trl", "verl",
+    "aiohttp", "atroposlib", "prime_rl", "slime", "torch", "transformers", "trl", "verl",
 )  # fmt: skip
 #: Modules imported in turn, and modules still unloaded then.
 IN_TURN: list[tuple[str, tuple[str, ...]]] = [
     ("import trainer_adapter", ("numpy", "shmbus", *STACKS)),
     *(
         (f"import trainer_adapter.adapters.{stack}", STACKS)
-        for stack in ("atropos", "skyrl", "torchtitan", "trl", "verl")
+        for stack in ("atropos", "trl", "verl")
     ),
     ("from trainer_adapter.demo import sampler, task, worker", STACKS),
 ]  # fmt: skip

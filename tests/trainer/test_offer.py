@@ -2,10 +2,6 @@
 
 import functools
 import json
-import multiprocessing
-import os
-import random
-import signal
 import threading
 import time
 from collections import Counter
@@ -518,101 +514,6 @@ def test_prompts_without_ids_are_compared_by_what_they_say(bus: Bus) -> None:
         handler.load_state_dict(state)
         with pytest.raises(ValueError, match="got others: prompt 3 was '3'"):
             handler.offer(data(1), group_size=2)
-
-
-PROMPTS = 30
-
-
-def shuffled() -> list[dict[str, Any]]:
-    found = prompts(PROMPTS)
-    random.Random(5).shuffle(found)
-    return found
-
-
-def work(name: str, path: Path, seed: int) -> None:
-    """Sample every request; a tenth fails, after a note."""
-    rng = random.Random(seed)
-    with Producer(name) as producer, path.open("a", buffering=1) as failed:
-        while (request := producer.requests.next()) is not None:
-            if rng.random() < 0.1:
-                failed.write(f"{request.instance_id}\n")
-                producer.requests.fail(request, "tool")
-            else:
-                answer(producer, request)
-
-
-def train(name: str, path: Path, dies: int, place: str, prefetch: int) -> None:
-    """Train on all, with a checkpoint every third step; die with a batch in hand."""
-    batches, trained = 0, []
-
-    def passing(where: str) -> None:
-        if batches == dies and place == where:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with OnlineDataHandler(name, groups_per_batch=2, prefetch=prefetch) as handler:
-
-        def save() -> None:
-            state = {"handler": handler.state_dict(), "trained": trained}
-            path.with_suffix(".new").write_text(json.dumps(state))
-            path.with_suffix(".new").rename(path)
-
-        if path.exists():
-            saved = json.loads(path.read_text())
-            handler.load_state_dict(saved["handler"])
-            trained = saved["trained"]
-        else:
-            save()
-        handler.offer(shuffled(), group_size=2)
-        for batch in handler:
-            batches += 1
-            passing("yielded")
-            trained += [[one.instance_id, one[0].round] for one in batch.groups]
-            if handler.step % 3 == 0:
-                save()
-            passing("before ack")
-            handler.ack(batch)
-            passing("after ack")
-        save()
-
-
-@pytest.mark.parametrize("served", [False, True])
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_kills_between_offer_and_checkpoint_skip_none_and_train_none_twice(
-    bus_name: str,
-    tmp_path: Path,
-    seed: int,
-    daemon: Callable[..., Daemon],
-    served: bool,
-    prefetch: int,
-) -> None:
-    rng = random.Random(seed)
-    path = tmp_path / "checkpoint.json"
-    context = multiprocessing.get_context("fork")
-    with Bus.create(bus_name, "4MiB"):
-        if served:
-            daemon()
-        lost = tmp_path / "failed"
-        worker = context.Process(target=work, args=(bus_name, lost, seed), daemon=True)
-        worker.start()
-        for _ in range(4):
-            place = rng.choice(["yielded", "before ack", "after ack"])
-            arguments = (bus_name, path, rng.randrange(1, 4), place, prefetch)
-            ended = context.Process(target=train, args=arguments)
-            ended.start()
-            ended.join()
-            assert ended.exitcode in (-signal.SIGKILL, 0)
-        last = context.Process(target=train, args=(bus_name, path, 0, "", prefetch))
-        last.start()
-        last.join()
-        worker.kill()
-        worker.join()
-        assert last.exitcode == 0
-    trained = [tuple(each) for each in json.loads(path.read_text())["trained"]]
-    order = {prompt["instance_id"]: number for number, prompt in enumerate(shuffled())}
-    assert len(set(trained)) == len(trained), "none twice"
-    assert all(order[id_] == round for id_, round in trained)
-    skipped = order.keys() - {id_ for id_, _ in trained}
-    assert skipped <= set(lost.read_text().split()), "none skipped but those given up"
 
 
 def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) -> None:

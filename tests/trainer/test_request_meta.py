@@ -1,6 +1,5 @@
 """What adapters tell workers beside a prompt: how to sample, and the columns of its row."""
 
-import asyncio
 import importlib
 import logging
 import sys
@@ -15,7 +14,6 @@ from conftest import wait_until
 
 import shmbus
 from trainer_adapter.adapters.requested_groups import columns_for
-from trainer_adapter.adapters.skyrl import GenerateByBus
 
 
 def test_arrays_and_tensors_go_along_as_lists_and_nothing_else_changes() -> None:
@@ -41,33 +39,6 @@ def test_a_value_without_messagepack_is_told(value: Any, caplog: pytest.LogCaptu
 def test_a_column_by_a_name_that_the_meta_has_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert columns_for("another stack", {"split": "hard", "answer": 4}, ("split",)) == {"answer": 4}
     assert "rename the column" in caplog.text
-
-
-def test_skyrls_extras_reach_workers(bus: shmbus.Bus, caplog: pytest.LogCaptureFixture) -> None:
-    extra = f"image of {bus.name}"
-    batch = {
-        "prompts": ["a"], "env_classes": ["echo"], "env_extras": [{"answer": 4, extra: object()}],
-        "trajectory_ids": [SimpleNamespace(instance_id="a", repetition_id=0)],
-        "sampling_params": {"temperature": 0.7, "top_p": 0.9, "max_generate_length": 8},
-    }  # fmt: skip
-
-    async def sample() -> Any:
-        generator = GenerateByBus(bus.name, timeout=60.0)
-        generating = asyncio.create_task(generator.generate(batch))
-        with shmbus.Producer(bus.name) as producer:
-            request = await producer.requests.anext(timeout=30)
-            assert request is not None
-            producer.requests.answer(
-                request, score=1.0, tokens=[1, 2], loss_mask=[0, 1], logprobs=[0.0, -1.0]
-            )
-            await generating
-        generator.close()
-        return request.meta
-
-    meta = asyncio.run(sample())
-    assert meta["sampling_params"] == batch["sampling_params"]
-    assert meta["env_extras"] == {"answer": 4}
-    assert extra in caplog.text
 
 
 @pytest.fixture

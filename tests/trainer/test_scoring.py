@@ -1,12 +1,7 @@
 """`score_group`: samples left open by producers are scored before a batch, or named in an error."""
 
 import asyncio
-import json
-import multiprocessing
-import os
-import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,105 +187,3 @@ def test_evaluations_are_scored_and_survive_an_error(bus: Bus, producer: Produce
         with pytest.raises(ConnectionError):
             handler.evaluate(1, timeout=30)
         assert handler.evaluate(1, timeout=30)["eval/reward/mean"] == 1.0
-
-
-GROUPS = 12
-
-
-def serve(path: str, dies_after: int) -> None:
-    """A reward model behind a socket, gone after so many answers."""
-    answers = 0
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal answers
-        tokens = json.loads(await reader.readline())
-        if answers == dies_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        answers += 1
-        writer.write(json.dumps([row[0] for row in tokens]).encode() + b"\n")
-        await writer.drain()
-        writer.close()
-
-    async def main() -> None:
-        Path(path).unlink(missing_ok=True)
-        async with await asyncio.start_unix_server(answer, path):
-            await asyncio.Event().wait()
-
-    asyncio.run(main())
-
-
-async def ask(path: str, group: shmbus.Group) -> list[float]:
-    """Ask the reward model until it answers."""
-    line = json.dumps([t["tokens"].tolist() for t in group]).encode() + b"\n"
-    while True:
-        try:
-            reader, writer = await asyncio.open_unix_connection(path)
-            writer.write(line)
-            answer = await reader.readline()
-            writer.close()
-            if answer:
-                return [float(score) for score in json.loads(answer)]
-        except OSError:
-            pass
-        await asyncio.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_deaths_lose_and_mix_up_no_score(bus: Bus, producer: Producer, tmp_path: Path) -> None:
-    path, log = str(tmp_path / "judge"), tmp_path / "trained"
-    context = multiprocessing.get_context("fork")
-    for number in range(GROUPS):
-        tokens = [np.array([number * 10 + index, 7], np.int32) for index in range(SIZE)]
-        producer.put_group(f"q{number}", [{"score": None, "tokens": one} for one in tokens])
-    trainers = [(0, "scored"), (1, "yielded"), (2, "acknowledged"), (99, "never")]
-    judges = [2, 5, 10_000]
-    serving = context.Process(target=serve, args=(path, judges.pop(0)))
-    serving.start()
-    try:
-        for last_batch, place in trainers:
-            one = context.Process(target=run_trainer, args=(bus.name, path, log, last_batch, place))
-            one.start()
-            while one.is_alive():
-                one.join(0.05)
-                if not serving.is_alive() and judges:
-                    serving.join()
-                    serving = context.Process(target=serve, args=(path, judges.pop(0)))
-                    serving.start()
-            assert one.exitcode == (0 if place == "never" else -signal.SIGKILL)
-    finally:
-        serving.kill()
-        serving.join()
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    keys = [row["key"] for row in rows]
-    assert sorted(keys) == sorted(f"q{number}" for number in range(GROUPS))
-    for row in rows:
-        number = int(row["key"][1:])
-        assert row["scores"] == [number * 10.0, number * 10 + 1.0]
-    assert bus.stats().acknowledged == GROUPS * SIZE
-
-
-def run_trainer(name: str, path: str, log: Path, last_batch: int, place: str) -> None:
-    """Train until the flow ends; note each batch before its acknowledgement."""
-    batches = 0
-
-    async def score_group(group: shmbus.Group) -> list[float]:
-        scores = await ask(path, group)
-        if (batches, place) == (last_batch, "scored"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return scores
-
-    with OnlineDataHandler(name, groups_per_batch=2, score_group=score_group) as handler:
-        while handler.stats().acknowledged < GROUPS * SIZE:
-            batch = handler.next_batch(60)
-            batches += 1
-            if (batches, place) == (last_batch, "yielded"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            handler.ack(batch)
-            rows = [
-                {"key": group.instance_id, "scores": batch.scores[2 * n : 2 * n + 2].tolist()}
-                for n, group in enumerate(batch.groups)
-            ]
-            with log.open("a") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows))
-            if (batches, place) == (last_batch, "acknowledged"):
-                os.kill(os.getpid(), signal.SIGKILL)

@@ -27,7 +27,7 @@ def cells_of(page: Page) -> list[str]:
 def test_a_round_beyond_a_browsers_numbers_has_its_history(
     web: Start, bus_name: str, open_page: Open, daemon: Callable[..., Daemon]
 ) -> None:
-    """TRL's and SkyRL's requests have such rounds: nanoseconds since 1970."""
+    """Requests of adapters have such rounds: nanoseconds since 1970."""
     daemon("--capacity", "1MiB", "--sample-retries", "1")
     page = open_page(web(bus_name))
     with Producer(bus_name) as producer:

@@ -5,11 +5,10 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from conftest import Daemon, wait_until
-from operators import cli
+from operators import children_of, cli, is_gone
 from pages import Web
 
 pytestmark = pytest.mark.skipif(
@@ -26,34 +25,20 @@ def page_of(served: Daemon) -> Web:
     return page
 
 
-def pid_of(port: int) -> int:
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    inode = next(
-        line.split()[9] for line in lines if line.split()[1].endswith(f":{port:04X}")
-        and line.split()[3] == "0A"
-    )  # fmt: skip
-    for fd in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.readlink(fd) == f"socket:[{inode}]":
-                return int(fd.parts[2])
-        except OSError:
-            continue
-    raise AssertionError(f"nobody listens at {port}")
-
-
 def test_page_and_daemon_end_together(daemon: Callable[..., Daemon], bus_name: str) -> None:
     served = daemon("--capacity", "1MiB", "--web", "0")
     page = page_of(served)
     assert next(page.pictures())["state"] == "live"
-    pid = pid_of(page.port)
+    [process] = children_of(served.child.pid)
     served.kill()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), what="the page's end")
+    wait_until(lambda: is_gone(process), what="the page's end")
 
 
 def test_a_dead_page_returns_with_its_token(daemon: Callable[..., Daemon], bus_name: str) -> None:
     served = daemon("--capacity", "1MiB", "--web", "0")
     first = page_of(served)
-    os.kill(pid_of(first.port), signal.SIGKILL)
+    [process] = children_of(served.child.pid)
+    os.kill(process, signal.SIGKILL)
     wait_until(lambda: page_of(served).port != first.port, what="another page")
     second = page_of(served)
     assert second.token == first.token

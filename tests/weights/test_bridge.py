@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from weight_models import without_memory
 
 from shmbus.weights import ManifestError, WeightsError, attach_bridge, bridge
 
@@ -38,19 +39,6 @@ def engine_tensors(device: str = "cpu") -> dict[str, torch.Tensor]:
         + at
         for at, (name, shape) in enumerate(SHAPES.items())
     }
-
-
-def trainer_model() -> torch.nn.Module:
-    model = torch.nn.Module()
-    for name, shape in PARTS.items():
-        *path, leaf = name.split(".")
-        at = model
-        for part in path:
-            if not hasattr(at, part):
-                at.add_module(part, torch.nn.Module())
-            at = getattr(at, part)
-        at.register_parameter(leaf, torch.nn.Parameter(torch.empty(shape, device="meta")))
-    return model
 
 
 def encoded(data: bytes) -> str:
@@ -110,7 +98,7 @@ def test_a_step_of_the_trainer_is_in_the_engines_fused_tensors(
 ) -> None:
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     (tmp_path / bridge.FILE).write_text(json.dumps(plain(tensors)))
-    model = trainer_model()
+    model = without_memory(PARTS, torch.float32)
     assert attach_bridge(model, tmp_path / "another.json") == tmp_path / bridge.FILE
     before = {name: each.clone() for name, each in tensors.items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -176,7 +164,7 @@ def test_what_does_not_fit_changes_no_parameter(
     if message.startswith("expected"):
         tensors["model.layers.0.mlp.gate_up_proj.weight"].resize_(5, 4)
     (tmp_path / bridge.FILE).write_text(json.dumps(file))
-    model = trainer_model()
+    model = without_memory(PARTS, torch.float32)
     with pytest.raises(kind, match=message):
         attach_bridge(model, tmp_path / bridge.FILE)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -187,7 +175,7 @@ def test_a_missing_file_names_all_places(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     with pytest.raises(WeightsError, match=r"logs/.*atropos_bridge"):
-        attach_bridge(trainer_model())
+        attach_bridge(without_memory(PARTS, torch.float32))
 
 
 def export(pipe: Connection, folder: str) -> None:
@@ -208,7 +196,7 @@ def test_torchs_own_handles_of_another_process_are_opened(tmp_path: Path) -> Non
     engine = context.Process(target=export, args=(there, str(tmp_path)), daemon=True)
     engine.start()
     assert pipe.poll(120) and pipe.recv() == "written"
-    model = trainer_model()
+    model = without_memory(PARTS, torch.float32)
     attach_bridge(model, tmp_path / bridge.FILE)
     with torch.no_grad():
         for parameter in model.parameters():

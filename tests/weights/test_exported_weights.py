@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Spawner, open_descriptors, wait_until
-from weight_models import Odd, many, published, same
+from weight_models import MakePublisher, Odd, many, published, publishing, same
 
 from shmbus import CapacityError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
@@ -25,8 +25,6 @@ from shmbus.weights import (
 )
 from shmbus.weights.carriers.exported import ExportedWriter, OwnBuffers, Placed, block_sums
 from shmbus.weights.carriers.pool_writer import PoolWriter
-
-MakePublisher = Callable[..., WeightPublisher]
 
 GPU = pytest.mark.gpu
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -123,21 +121,17 @@ print("sum", float(replica.weight.detach().double().sum()), flush=True)
 
 @pytest.fixture
 def publishers(bus_name: str) -> Iterator[MakePublisher]:
-    """Make publishers of a bus, removed after the test."""
-    made: list[WeightPublisher] = []
+    with publishing(bus_name) as make:
 
-    def make(model: torch.nn.Module, carrier: str = "memfd", **options: object) -> WeightPublisher:
-        if carrier.startswith("cuda"):
-            options = {"device": DEVICE, **options}
-        source = ModuleSource(model)
-        made.append(WeightPublisher(bus_name, source, carrier=carrier, **options))  # type: ignore[arg-type]
-        return made[-1]
+        def exported(
+            model: torch.nn.Module, carrier: str = "memfd", **options: object
+        ) -> WeightPublisher:
+            if carrier.startswith("cuda"):
+                options = {"device": DEVICE, **options}
+            return make(model, carrier=carrier, **options)
 
-    yield make
-    for publisher in made:
-        publisher.close()
+        yield exported
     assert not os.path.exists(memory_socket("weights", bus_name))
-    Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
 
 
 def buffers_of(publisher: WeightPublisher) -> OwnBuffers:

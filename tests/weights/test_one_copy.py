@@ -10,6 +10,7 @@ import torch
 from fork_server import TEMPLATE
 from fused_model import checkpoint
 from one_copy_engine import SHAPE, serve
+from weight_models import without_memory
 
 from shmbus.errors import PeerGoneError, WaitTimeoutError
 from shmbus.weights import attach_model
@@ -49,18 +50,7 @@ def engine(request: pytest.FixtureRequest, bus_name: str) -> Iterator[Engine]:
 
 
 def trainer_model() -> torch.nn.Module:
-    """A model in the checkpoint's names, without memory of its own."""
-    model = torch.nn.Module()
-    for name, sizes in checkpoint(SHAPE).items():
-        *path, leaf = name.split(".")
-        at = model
-        for part in path:
-            if not hasattr(at, part):
-                at.add_module(part, torch.nn.Module())
-            at = getattr(at, part)
-        made = torch.empty(sizes, dtype=SHAPE.dtype, device="meta")
-        at.register_parameter(leaf, torch.nn.Parameter(made))
-    return model
+    return without_memory(checkpoint(SHAPE), SHAPE.dtype)
 
 
 def loss(model: torch.nn.Module) -> torch.Tensor:

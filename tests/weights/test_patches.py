@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Spawner, together
-from weight_models import CHANGES, Odd, bits, many, same, step
+from weight_models import CHANGES, MakePublisher, Odd, bits, many, publishing, same, step
 
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease
 from shmbus.pool.pool_file import open_pool, pool_path
@@ -21,7 +21,6 @@ from shmbus.weights import (
     ParamMeta,
     Slice,
     WeightPublisher,
-    WeightSource,
     WeightSubscriber,
 )
 from shmbus.weights.manifest import Manifest
@@ -29,7 +28,6 @@ from shmbus.weights.patch_policy import PatchPolicy, patch_capacity, patch_share
 from shmbus_ext import _core
 
 VERSIONS = int(os.environ.get("SHMBUS_TEST_PATCHES", "60"))
-MakePublisher = Callable[..., WeightPublisher]
 
 
 class Mirror:
@@ -97,17 +95,8 @@ def mirror(bus_name: str) -> Iterator[Mirror]:
 
 @pytest.fixture
 def publishers(bus_name: str, mirror: Mirror) -> Iterator[MakePublisher]:
-    """Make publishers with patches."""
     del mirror
-    with contextlib.ExitStack() as stack:
-
-        def make(model: torch.nn.Module | WeightSource, **options: object) -> WeightPublisher:
-            source = ModuleSource(model) if isinstance(model, torch.nn.Module) else model
-            given = {"patches": 0.2, **options}
-            made = WeightPublisher(f"{bus_name}.t", source, **given)  # type: ignore[arg-type]
-            stack.callback(made.close)
-            return made
-
+    with publishing(f"{bus_name}.t", patches=0.2) as make:
         yield make
 
 

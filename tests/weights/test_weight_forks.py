@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from supervisor import forked
 from weight_models import many, published, same
 
 from shmbus import BusBusyError, BusClosedError, WaitTimeoutError
@@ -21,20 +22,6 @@ from shmbus.weights import (
 
 #: Seconds before the end of a child that waits for its parent's threads.
 CHILD_S = 30
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Do a task in a forked child; return its end: 0 without an exception."""
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            signal.alarm(CHILD_S)
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitpid(pid, 0)[1]
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -52,7 +39,7 @@ def test_a_child_that_closes_its_parents_publisher_removes_nothing(bus_name: str
             refused(lambda: publisher.publish_async(version=2))
             publisher.close()
 
-        assert in_child(work) == 0
+        assert forked(work) == 0
         publisher.publish(version=3)
         with WeightSubscriber(bus_name) as subscriber, subscriber.latest(timeout=30) as weights:
             weights.load_into(replica)
@@ -67,7 +54,7 @@ def test_a_child_does_not_wait_for_its_parents_publication(bus_name: str) -> Non
             publisher.close()
 
         with publisher._lock:  # as held by a thread in the middle of a version
-            assert in_child(work) == 0
+            assert forked(work) == 0
 
 
 def test_a_childs_weights_say_that_they_were_leased_before_the_fork(bus_name: str) -> None:
@@ -82,7 +69,7 @@ def test_a_childs_weights_say_that_they_were_leased_before_the_fork(bus_name: st
                 refused(weights.report_applied)
                 weights.close()
 
-            assert in_child(work) == 0
+            assert forked(work) == 0
             assert weights.load_into(many(3))
 
 
@@ -107,7 +94,7 @@ def test_a_child_that_closes_shared_weights_ends_nothing(bus_name: str) -> None:
                 seen.close()
                 shared.close()
 
-            assert in_child(work) == 0
+            assert forked(work) == 0
             with pytest.raises(WaitTimeoutError), shared.stepping(1, timeout=0.05):
                 pass
         with pytest.raises(BusBusyError):

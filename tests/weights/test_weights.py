@@ -5,13 +5,13 @@ import os
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Spawner, wait_until
-from weight_models import Odd, Unwritable, bits, many, same
+from weight_models import MakePublisher, Odd, Unwritable, bits, many, publishing, same
 
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
@@ -23,28 +23,15 @@ from shmbus.weights import (
     Slice,
     WeightPublisher,
     WeightsError,
-    WeightSource,
     WeightSubscriber,
     probe_carriers,
 )
 
-MakePublisher = Callable[..., WeightPublisher]
-
 
 @pytest.fixture
 def publishers(bus_name: str) -> Iterator[MakePublisher]:
-    """Make publishers of one bus; their weights are removed after the test."""
-    made: list[WeightPublisher] = []
-
-    def make(model: torch.nn.Module | WeightSource, **options: object) -> WeightPublisher:
-        source = ModuleSource(model) if isinstance(model, torch.nn.Module) else model
-        made.append(WeightPublisher(bus_name, source, **options))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for publisher in made:
-        publisher.close()
-    Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
+    with publishing(bus_name) as make:
+        yield make
 
 
 @pytest.fixture(params=["shm", "memfd"])

@@ -1,12 +1,14 @@
 """Models of the shapes that weights come in, and comparing them bit for bit."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from shmbus.weights import WeightPublisher, WeightSource, WeightSubscriber
+from shmbus.pool.pool_file import pool_path
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSource, WeightSubscriber
 
 
 class Odd(torch.nn.Module):
@@ -43,6 +45,21 @@ def many(count: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torc
         value = torch.randn(shape, generator=made).to(dtype)
         module.register_parameter(f"p{number}", torch.nn.Parameter(value))
     return module
+
+
+def without_memory(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> torch.nn.Module:
+    """A model of parameters by dotted names, on the meta device."""
+    model = torch.nn.Module()
+    for name, shape in shapes.items():
+        *path, leaf = name.split(".")
+        at = model
+        for part in path:
+            if not hasattr(at, part):
+                at.add_module(part, torch.nn.Module())
+            at = getattr(at, part)
+        made = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        at.register_parameter(leaf, torch.nn.Parameter(made))
+    return model
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -121,6 +138,24 @@ CHANGES = (write, move, turn, replace)
 def swap(model: Any) -> None:
     """Exchange two matrices of one shape."""
     model.p4, model.p5 = model.p5, model.p4
+
+
+MakePublisher = Callable[..., WeightPublisher]
+
+
+@contextmanager
+def publishing(bus: str, **always: Any) -> Iterator[MakePublisher]:
+    """Make publishers of a model or a source; the weights are removed at the end."""
+    with ExitStack() as stack:
+        stack.callback(Path(pool_path(bus, "weights")).unlink, missing_ok=True)
+
+        def make(model: torch.nn.Module | WeightSource, **options: Any) -> WeightPublisher:
+            source = ModuleSource(model) if isinstance(model, torch.nn.Module) else model
+            made = WeightPublisher(bus, source, **{**always, **options})
+            stack.callback(made.close)
+            return made
+
+        yield make
 
 
 @contextmanager
