@@ -71,7 +71,6 @@ TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
         "survival-shmbus-daemon": _at_most(0),
         "weights-publish": _times(0.85),
         "weights-load": _times(0.85),
-        "weights-digests": _times(0.9),
         "weights-attach": _at_most(10.0),
         "weights-beside-readers": _most_times(1.1),
         "weights-against-safetensors": _times(5),

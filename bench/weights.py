@@ -135,7 +135,6 @@ def measure(options: argparse.Namespace) -> list[Row]:
         lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes),
     )  # fmt: skip
     rows = list(_whole(setup, 2 if options.tiny else READERS))
-    rows.append(_digests(setup))
     for share in SHARES:
         rows.append(_patches(setup, share))
     return rows
@@ -213,20 +212,6 @@ def _readers(bus: str, number: int) -> Iterator[None]:
             for child in children:
                 child.kill()
                 child.communicate()
-
-
-def _digests(setup: Setup) -> Row:
-    """Measure comparing each block of a version with its digest."""
-    with (
-        closing(WeightPublisher(setup.bus, ModuleSource(setup.model), digests=True)) as publisher,
-        WeightSubscriber(setup.bus) as subscriber,
-    ):
-        publisher.publish(1)
-        with subscriber.latest(timeout=5) as weights:
-            carried = weights._open()
-            carried.verify(sample=False)
-            title = "verify the digests of a whole version"
-            return setup.row("digests", title, lambda: carried.verify(sample=False))
 
 
 def _patches(setup: Setup, share: float) -> Row:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
 
 from shmbus.base import limits
-from shmbus.base.format import show_count, show_duration, show_size, table
+from shmbus.base.format import show_count, show_size, table
 from shmbus.cli._options import Commands, add_command, print_json, whole
-from shmbus.inspect.dump import Inspection, RecordView, RunView, inspect
+from shmbus.inspect.dump import Inspection, inspect
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.text import groups_text, schema_text
 from shmbus.inspect.undelivered import MAX_RECORDS
 
 _DEFAULT_LIMIT = 20
 _DEFAULT_GROUPS = 40
-_ID_WIDTH = 32
 #: Lines of runs for people; JSON lists all.
 _RUNS_SHOWN = 40
-_HEX = {"magic": 16, "layout_hash": 8, "geometry_crc": 8, "intent_crc": 8}
 
 
 def add_parser(commands: Commands) -> None:
@@ -94,103 +95,33 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _blocks(found: Inspection) -> list[str]:
-    blocks = [_header(found)]
-    schema = schema_text(found.schema, found.schema_problem)
-    if schema:
-        blocks.append(schema)
-    if found.slots:
-        blocks.append(_slots(found))
-    if found.runs:
-        blocks.append(_runs(found.runs))
-    if found.records:
-        blocks.append(_records(found.records, found.records_omitted))
-    return blocks
-
-
-def _header(found: Inspection) -> str:
+def _blocks(found: Inspection) -> Iterator[str]:
     use = "open in a living process" if found.in_use else "open in no living process"
-    rows = [
-        (name, f"{value:#0{_HEX[name] + 2}x}" if name in _HEX else str(value))
-        for name, value in found.header.items()
-    ]
-    half = (len(rows) + 1) // 2
-    pairs = [
-        (*left, *right)
-        for left, right in itertools.zip_longest(rows[:half], rows[half:], fillvalue=("", ""))
-    ]
-    return (
-        f"segment {found.path}  {show_size(found.file_bytes)}, {use}\n"
-        f"{table(('header', '', '', ''), pairs)}"
-    )
+    texts = [(name, str(value)) for name, value in found.header.items()]
+    header = table(("header", ""), [pair for pair in texts if pair[1].strip("0")])
+    yield f"segment {found.path}  {show_size(found.file_bytes)}, {use}\n{header}"
+    if schema := schema_text(found.schema, found.schema_problem):
+        yield schema
+    yield from _rows("slots", found.slots, 0)
+    yield from _rows("runs", found.runs[:_RUNS_SHOWN], len(found.runs) - _RUNS_SHOWN)
+    yield from _rows("records", found.records, found.records_omitted)
 
 
-def _slots(found: Inspection) -> str:
-    rows = [
-        (
-            str(slot.slot),
-            str(slot.producer_id),
-            str(slot.pid),
-            slot.label,
-            slot.state,
-            "held" if slot.locked else "free",
-            show_count(slot.committed),
-            show_count(slot.aborted),
-            "under way" if slot.commit_under_way else "",
-        )
-        for slot in found.slots
-    ]
-    head = ("slot>", "id>", "pid>", "label", "state", "lock", "committed>", "aborted>", "commit")
-    return f"slots\n{table(head, rows)}"
+def _rows(title: str, rows: Sequence[msgspec.Struct], omitted: int) -> Iterator[str]:
+    """Print the fields of the rows, without those that are empty in every row."""
+    if not rows:
+        return
+    columns = {
+        name: [_cell(getattr(row, name)) for row in rows] for name in rows[0].__struct_fields__
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    more = f"\n  and {show_count(omitted)} more" if omitted > 0 else ""
+    yield f"{title}\n{table([*columns], [*zip(*columns.values(), strict=True)])}{more}"
 
 
-def _runs(runs: list[RunView]) -> str:
-    rows = [
-        (
-            "stragglers" if run.collector else f"slot {run.slot}",
-            f"{run.extent}" if run.span == 1 else f"{run.extent}-{run.extent + run.span - 1}",
-            str(run.producer_id),
-            f"{show_size(run.used)} of {show_size(run.room)}",
-            str(run.committed),
-            str(run.reserved),
-            str(run.released + run.aborted),
-            _trouble(run),
-            ", ".join(run.pinned_by),
-        )
-        for run in runs[:_RUNS_SHOWN]
-    ]
-    head = ("lane", "extent>", "id>", "used>", "live>", "open>", "done>", "damage", "kept by")
-    hidden = len(runs) - len(rows)
-    more = f"\n  and {show_count(hidden)} more: --json" if hidden else ""
-    return f"runs\n{table(head, rows)}{more}"
-
-
-def _trouble(run: RunView) -> str:
-    parts = []
-    if run.unknown:
-        parts.append(f"{run.unknown} of no state")
-    if run.unreadable:
-        parts.append(f"{show_size(run.unreadable)} unreadable")
-    return ", ".join(parts) or "-"
-
-
-def _records(records: list[RecordView], omitted: int) -> str:
-    rows = []
-    for record in records:
-        name = record.instance_id + ("" if record.round is None else f" round {record.round}")
-        rows.append(
-            (
-                f"{record.extent}+{record.offset}",
-                f"{record.producer_id}.{record.sequence}",
-                name if len(name) <= _ID_WIDTH else name[: _ID_WIDTH - 3] + "...",
-                f"{record.index}/{record.group_size}" if record.group_size else "",
-                record.state + (" moved" if record.moved else ""),
-                show_size(record.nbytes),
-                "" if record.age_s is None else show_duration(record.age_s),
-                record.verdict if record.verdict == "ok" else f"{record.verdict} damaged",
-                ", ".join(record.fields),
-            )
-        )
-    head = ("at>", "number>", "instance", "index", "state", "size>", "age>", "checks", "fields")
-    more = f"\n  and {show_count(omitted)} more: --limit" if omitted else ""
-    return f"records\n{table(head, rows)}{more}"
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None or value is False else str(value)

@@ -113,7 +113,7 @@ def inspect(name: str, *, limit: int = 20, payload: bool = False) -> Inspection:
         records: list[RecordView] = []
         omitted = 0
         schema, schema_problem = None, ""
-        if file.walkable:
+        if file.tables:
             schema, schema_problem = read_schema(file)
             slots = _slots(file)
             leased = file.runs()

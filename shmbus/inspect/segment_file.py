@@ -26,23 +26,13 @@ from shmbus import errors
 from shmbus.base.closing import ClosedByWith
 from shmbus.data.schema import decode_part
 from shmbus.inspect.records import STRUCTS, RecordRow, Run, Scan, unreadable_rest
-from shmbus.segment.explain import layout_error, not_found_error
+from shmbus.segment.explain import not_found_error
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
 _HEADER: Final = STRUCTS["bus_header"]
-_SLOT: Final = STRUCTS["producer_slot"]
 _EXTENT: Final = STRUCTS["extent_desc"]
-_RETRY_BYTES: Final = _core.RETRY_ENTRIES * STRUCTS["retry_entry"].itemsize
-_DECLARED_BYTES: Final = STRUCTS["declared_part"].itemsize
-_LEAD_BYTES: Final = STRUCTS["lead_table"].itemsize + 8 * _core.LEAD_ROWS
-#: The request lane begins at a multiple of this, for the alignment of its widest fields.
-_LANE_ALIGN: Final = 128
-_SPLIT: Final = STRUCTS["split_entry"]
 _ANCESTOR: Final = np.dtype([("identity", "V16"), ("producers", "<u8")])
-_SPLITS_BYTES: Final = _core.MAX_SPLITS * _SPLIT.itemsize
-_CANCELLED_BYTES: Final = 8 * _core.CANCELLED_GROUPS
-_WAIT: Final = STRUCTS["wait_row"]
 _LOW: Final = 0xFFFFFFFF
 #: Records of a run read at a time: a large bus never lies in memory as a whole.
 _ROWS: Final = 1024
@@ -81,9 +71,11 @@ class SegmentFile(ClosedByWith):
             self.file_bytes = self.info.st_size
             raw = self.read(_core.HEADER_BYTES, 0)
             self.header: Any = np.frombuffer(raw, _HEADER, count=1)[0]
-            #: Walkable: its tables can be read, of a truncated file up to its end. If not, only
-            #: `header`, `file_bytes` and the locks mean anything.
-            self.problem, self.walkable = self._check(raw)
+            #: Obstacle to reading: unfinished, foreign, truncated or damaged.
+            self.problem: errors.LayoutMismatchError | None = None
+            #: Offset and bytes of each table; empty if only `header`, `file_bytes` and the locks
+            #: mean anything. A truncated file can be read up to its end.
+            self.tables = self._survey(raw)
         except BaseException:
             os.close(self.fd)
             raise
@@ -105,44 +97,14 @@ class SegmentFile(ClosedByWith):
             count -= len(part)
         return b"".join(parts)
 
-    def _check(self, raw: bytes) -> tuple[errors.LayoutMismatchError | None, bool]:
-        """Check the header as the core does, in the same order and with the same texts."""
-        header = self.header
-        version, found_hash = int(header["layout_version"]), int(header["layout_hash"])
-        status = None
-        holds = self._geometry_holds(raw)
-        if self.file_bytes == 0 or int(header["magic"]) == 0:
-            status = ("unfinished", 0, 0)
-        elif int(header["magic"]) != _core.MAGIC:
-            status = ("magic", 0, 0)
-        elif version != _core.LAYOUT_VERSION:
-            status = ("version", version, _core.LAYOUT_VERSION)
-        elif found_hash != _core.LAYOUT_HASH & _LOW:
-            status = ("hash", found_hash, _core.LAYOUT_HASH & _LOW)
-        elif int(header["segment_bytes"]) > self.file_bytes:
-            status = ("truncated", self.file_bytes, 0)
-        elif not holds:
-            status = ("geometry", 0, 0)
-        if status is None:
-            return None, True
-        #: Obstacle to reading: unfinished, foreign, truncated or damaged.
-        problem = layout_error(self.name, *status)
-        return problem, holds and status[0] == "truncated"
-
-    def _geometry_holds(self, raw: bytes) -> bool:
-        header = self.header
-        start = _HEADER.fields["layout_version"][1] if _HEADER.fields else 0
-        end = _HEADER.fields["geometry_crc"][1] if _HEADER.fields else 0
-        extent, count = int(header["extent_bytes"]), int(header["extent_count"])
-        offset, producers = int(header["data_offset"]), int(header["max_producers"])
-        return (
-            _core.crc32c(raw[start:end]) == int(header["geometry_crc"])
-            and 1 <= count <= _core.MAX_EXTENTS
-            and 1 <= producers <= _core.MAX_PRODUCERS
-            and extent >= _core.PAGE
-            and offset >= _tables_bytes(producers, count)
-            and int(header["segment_bytes"]) == offset + extent * count
-        )
+    def _survey(self, raw: bytes) -> dict[str, tuple[int, int]]:
+        """Place the tables by the header, and keep the problem of an unusable file."""
+        for file_bytes in (self.file_bytes, int(self.header["segment_bytes"])):
+            try:
+                return _core.Segment.survey(raw, file_bytes, self.name)
+            except errors.LayoutMismatchError as error:
+                self.problem = self.problem or error
+        return {}
 
     # -- the tables -----------------------------------------------------------------------------
 
@@ -160,20 +122,22 @@ class SegmentFile(ClosedByWith):
         raw = self.read(8 * _core.REASONS, _core.RELEASED_OFFSET)
         return tuple(np.frombuffer(raw, "<u8").tolist())
 
+    def table(self, name: str) -> bytes:
+        """Read a table's bytes."""
+        offset, count = self.tables[name]
+        return self.read(count, offset)
+
+    def rows(self, name: str, struct: str) -> NDArray[Any]:
+        """Read a table of structs."""
+        return np.frombuffer(self.table(name), STRUCTS[struct])
+
     def slots(self) -> NDArray[Any]:
         """Read the producer slots; the last is the collector's own lane."""
-        count = self.max_producers + 1
-        raw = self.read(count * _SLOT.itemsize, _core.HEADER_BYTES)
-        return np.frombuffer(raw, _SLOT)
+        return self.rows("slots", "producer_slot")
 
     def extents(self) -> NDArray[Any]:
         """Read the extents' descriptors."""
-        size = self.extent_count * _EXTENT.itemsize
-        return np.frombuffer(self.read(size, self._extent_at(0)), _EXTENT)
-
-    def _extent_at(self, number: int) -> int:
-        before = _core.HEADER_BYTES + (self.max_producers + 1) * _SLOT.itemsize
-        return before + number * _EXTENT.itemsize
+        return self.rows("extents", "extent_desc")
 
     def intent(self) -> tuple[int, int, frozenset[tuple[int, int]]]:
         """Read (reason, count, {(extent, offset)}) of a release left unfinished by a collector."""
@@ -181,7 +145,7 @@ class SegmentFile(ClosedByWith):
         count, reason = int(header["intent_count"]), int(header["intent_reason"])
         if not 0 < count <= _core.MAX_GROUP_SIZE or reason >= _core.REASONS:
             return 0, 0, frozenset()
-        log = self.read(8 * count, self._extent_at(self.extent_count))
+        log = self.read(8 * count, self.tables["intents"][0])
         about = np.array(
             [
                 (count << 32) | reason,
@@ -199,50 +163,17 @@ class SegmentFile(ClosedByWith):
         done = self.released()[reason] - int(header["intent_base"])
         return reason, 0 if done == count else count, frozenset(locations)
 
-    def retry_table(self) -> bytes:
-        """Read the bytes of the retry table."""
-        return self.read(_RETRY_BYTES, _retries_at(self.max_producers, self.extent_count))
-
     def schema(self) -> _core.DeclaredSchema | None:
         """Read the declared schema; LayoutMismatchError for a damaged schema."""
-        position = self._splits_at() + _SPLITS_BYTES + _CANCELLED_BYTES
-        return decode_part(self.name, self.read(_DECLARED_BYTES, position))
-
-    @property
-    def lead_offset(self) -> int:
-        """Offset of the bound on groups, behind the retry table."""
-        return _tables_bytes(self.max_producers, self.extent_count)
-
-    @property
-    def requests_offset(self) -> int:
-        """Offset of the request lane."""
-        journal = _core.relay_journal_bytes(self.extent_count * self.extent_bytes)
-        return -(-(self.relay_offset + journal) // _LANE_ALIGN) * _LANE_ALIGN
-
-    @property
-    def relay_offset(self) -> int:
-        """Offset of the relay's journal."""
-        return self.lead_offset + _LEAD_BYTES
+        return decode_part(self.name, self.table("declared"))
 
     def figures(self) -> tuple[list[list[int]], list[float], int]:
         """Read the histograms of deliveries, their sums, and the useless groups."""
-        raw = np.frombuffer(
-            self.read(_core.FIGURES_BYTES, self._waits_at() - _core.FIGURES_BYTES), "<u8"
-        )
+        raw = np.frombuffer(self.table("figures"), "<u8")
         words, count = _core.FIGURE_WORDS, len(_core.FIGURE_BOUNDS)
         entries = raw[: words * count].reshape(count, words)
         sums = np.ascontiguousarray(entries[:, -1]).view("<f8")
         return entries[:, :-1].tolist(), sums.tolist(), int(raw[words * count])
-
-    def _waits_at(self) -> int:
-        return self.lead_offset - _waits_bytes(self.max_producers)
-
-    def waits(self) -> NDArray[Any]:
-        """Read the notes of slots, ``wait_row``; the last slot is the collector's."""
-        return np.frombuffer(self.read(_waits_bytes(self.max_producers), self._waits_at()), _WAIT)
-
-    def _splits_at(self) -> int:
-        return _retries_at(self.max_producers, self.extent_count) + _RETRY_BYTES
 
     def ancestors(self) -> list[tuple[str, int]]:
         """Name the buses from which this bus was restored, the oldest first."""
@@ -253,8 +184,7 @@ class SegmentFile(ClosedByWith):
 
     def splits(self) -> NDArray[Any]:
         """Read the table of splits."""
-        raw = self.read(_SPLITS_BYTES, self._splits_at())
-        return np.frombuffer(raw, _SPLIT)
+        return self.rows("splits", "split_entry")
 
     def split_label(self, number: int) -> str:
         """Return the label of a split, or "#" and its number without a label; not escaped."""
@@ -314,7 +244,8 @@ class SegmentFile(ClosedByWith):
 
     def still(self, run: Run) -> bool:
         """Tell if a run is still under its original lease."""
-        raw = self.read(_EXTENT.itemsize, self._extent_at(run.extent))
+        offset = self.tables["extents"][0] + run.extent * _EXTENT.itemsize
+        raw = self.read(_EXTENT.itemsize, offset)
         word = int(np.frombuffer(raw, _EXTENT)[0]["word"])
         return word == (run.generation << 32 | (run.slot + 1))
 
@@ -392,26 +323,6 @@ class SegmentFile(ClosedByWith):
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def _retries_at(max_producers: int, extent_count: int) -> int:
-    return (
-        _core.HEADER_BYTES
-        + (max_producers + 1) * _SLOT.itemsize
-        + extent_count * _EXTENT.itemsize
-        + 8 * _core.MAX_GROUP_SIZE
-    )
-
-
-def _tables_bytes(max_producers: int, extent_count: int) -> int:
-    before = _retries_at(max_producers, extent_count)
-    before += _RETRY_BYTES + _SPLITS_BYTES + _CANCELLED_BYTES
-    before += _DECLARED_BYTES + _core.FIGURES_BYTES
-    return before + _waits_bytes(max_producers)
-
-
-def _waits_bytes(max_producers: int) -> int:
-    return (max_producers + 1) * _WAIT.itemsize
 
 
 def _label(raw: bytes) -> str:

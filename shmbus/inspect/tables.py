@@ -77,7 +77,7 @@ def _rows(file: SegmentFile) -> Iterator[tuple[bytes, Any]]:
     """Yield the valid rows: their bytes, and their fields."""
     if not int(file.header["retries_open"]):
         return
-    raw = file.retry_table()
+    raw = file.table("retries")
     for at in range(0, len(raw), _ROW.itemsize):
         entry = raw[at : at + _ROW.itemsize]
         row = np.frombuffer(entry, _ROW)[0]
@@ -123,16 +123,13 @@ _STATE: Final = np.uint64(15)
 
 def read_relay(file: SegmentFile) -> RelayStatus | None:
     """Read the relay's journal; None on a bus that never met a relay."""
-    kind, entry = STRUCTS["relay_journal"], STRUCTS["relay_entry"]
-    head = np.frombuffer(file.read(kind.itemsize, file.relay_offset), kind)[0]
+    head = file.rows("relay", "relay_journal")[0]
     is_sink = bool(head["incarnation"])
     if not is_sink and not head["source_incarnation"]:
         return None
     figures = np.frombuffer(head["figures"].tobytes(), "<u8").tolist()
     seen_ns = int(head["seen_ns"])
-    at = file.relay_offset + kind.itemsize
-    size = file.requests_offset - at
-    entries = np.frombuffer(file.read(size - size % entry.itemsize, at), entry)
+    entries = file.rows("relay_entries", "relay_entry")
     words = entries["word"]
     settled = entries["identity"][(words & _STATE) == np.uint64(_core.RELAY_SETTLED)]
     owed = words[(words & _STATE) != np.uint64(0)]
@@ -165,12 +162,11 @@ _NOBODY = (1 << 34) - 1
 
 def read_lead(file: SegmentFile) -> LeadStatus | None:
     """Read the producers' lead; None without a bound."""
-    at = file.lead_offset
-    head = np.frombuffer(file.read(STRUCTS["lead_table"].itemsize, at), STRUCTS["lead_table"])[0]
+    head = file.rows("lead", "lead_table")[0]
     limit = int(head["limit"])
     if not limit:
         return None
-    rows = np.frombuffer(file.read(8 * _core.LEAD_ROWS, at + STRUCTS["lead_table"].itemsize), "<u8")
+    rows = np.frombuffer(file.table("lead_rows"), "<u8")
     versions = int(head["max_versions"])
     return LeadStatus(
         held=int(np.count_nonzero(rows)),
@@ -185,7 +181,7 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
     tables = _tables(file)
     if tables is None:
         return None
-    lane, rows, cells, _ = tables
+    lane, rows, cells = tables
     states = rows["word"] & np.uint64(3)
     ended = rows[states == _ENDED]
     done = int(lane["done"]) + int(ended["ended_done"].sum())
@@ -230,19 +226,13 @@ def read_requests(file: SegmentFile) -> RequestsStatus | None:
     )
 
 
-def _tables(file: SegmentFile) -> tuple[Any, NDArray[Any], NDArray[np.uint64], int] | None:
-    """Read the lane, its rows, cells' claims and prompts' offset; None without requests."""
-    start = file.requests_offset
-    size = STRUCTS["request_lane"].itemsize
-    lane = np.frombuffer(file.read(size, start), STRUCTS["request_lane"])[0]
-    parts = _core.request_divide(file.data_offset - start)
-    if parts is None or not int(lane["number"]):
+def _tables(file: SegmentFile) -> tuple[Any, NDArray[Any], NDArray[np.uint64]] | None:
+    """Read the lane, its rows, and the cells' claims; None without requests."""
+    lane = file.rows("lane", "request_lane")[0]
+    if not int(lane["number"]):
         return None
-    size = parts["row_count"] * STRUCTS["request_row"].itemsize
-    rows = np.frombuffer(file.read(size, start + parts["rows"]), STRUCTS["request_row"])
-    raw = file.read(parts["units"] - parts["cells"], start + parts["cells"])
-    cells = np.frombuffer(raw, STRUCTS["request_cell"])["claim"]
-    return lane, rows, cells, start + parts["units"]
+    cells = file.rows("cells", "request_cell")
+    return lane, file.rows("rows", "request_row"), cells["claim"]
 
 
 def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tuple[int, int]]]:
@@ -251,7 +241,7 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
     tables = _tables(file) if groups else None
     if tables is None:
         return found
-    _, rows, cells, units_at = tables
+    _, rows, cells = tables
     at_name = {
         (
             group.instance_id.encode("utf-8", "surrogateescape"),
@@ -264,7 +254,7 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
     asked = np.isin(rows["round"], [round for _, round, _ in at_name])
     for row in rows[is_open & asked]:
         split = file.split_label(int(row["split"]))
-        at = at_name.get((_id_of(file, row, units_at), int(row["round"]), split))
+        at = at_name.get((_id_of(file, row), int(row["round"]), split))
         if at is None or groups[at].size != int(row["group_size"]):
             continue
         first = int(row["first_cell"])
@@ -277,9 +267,9 @@ def read_claims(file: SegmentFile, groups: Sequence[GroupCells]) -> list[list[tu
     return found
 
 
-def _id_of(file: SegmentFile, row: Any, units_at: int) -> bytes:
+def _id_of(file: SegmentFile, row: Any) -> bytes:
     """Return the id of a row; a number that points outside of the lane gives other bytes."""
-    position = units_at + int(row["first_unit"]) * _core.REQUEST_UNIT
+    position = file.tables["units"][0] + int(row["first_unit"]) * _core.REQUEST_UNIT
     size = min(int(row["id_bytes"]), _core.MAX_ID_BYTES)
     return file.read(size, min(position, file.data_offset))
 
@@ -308,7 +298,7 @@ def _joined(group: GroupCells, begun: dict[int, int]) -> GroupCells:
 
 def read_waited(file: SegmentFile) -> tuple[WaitedStatus, list[dict[str, Any]]]:
     """Read waiting times; and by slot the fields of `ProducerStatus` for waits and unmade work."""
-    rows = file.waits()
+    rows = file.rows("waits", "wait_row")
     seconds = rows["ns"].copy().view("<u8").reshape(len(rows), len(_core.WAITS)) / 1e9
     named = dict(zip(_core.WAITS, seconds.sum(axis=0).tolist(), strict=True))
     waited = WaitedStatus(

@@ -369,7 +369,11 @@ class VersionWrite:
     def finish(self, *, digests: bool = False) -> None:
         """Publish the version, after every rank's piece arrived; readers get it at return."""
         if self._publisher.rank == 0:
-            self.await_ranks()
+            try:
+                self._await_pieces()
+            except BaseException:
+                self._write.give_up("")
+                raise
             self._write.finish(digests)
         else:
             self._write.finish(False)
@@ -378,14 +382,6 @@ class VersionWrite:
     def give_up(self, reason: str = "") -> None:
         """Abandon the version; the previous one stays in force."""
         self._write.give_up(fit_text("reason", reason, _core.POOL_ERROR_BYTES))
-
-    def await_ranks(self) -> None:
-        """In rank 0: wait for the pieces of the higher ranks, as `finish` does."""
-        try:
-            self._await_pieces()
-        except BaseException:
-            self._write.give_up("")
-            raise
 
     def _await_pieces(self) -> None:
         publisher, pool = self._publisher, self._publisher.pool

@@ -54,7 +54,8 @@ class Carrier(NamedTuple):
     #: Reason against a choice by "auto"; empty if "auto" may choose the carrier.
     by_name_only: str = ""
     takes_directory: bool = False
-    takes_patches: bool = False
+    #: Versions lie in the slots of a pool, which have room for patches and digests.
+    in_slots: bool = False
 
 
 def _shm_problem(device: torch.device, size: int, directory: Path | str | None) -> str:
@@ -93,7 +94,7 @@ CARRIERS: Final = {
         lambda options: PoolWriter(options, SlotWriter(options)),
         PooledReader,
         why=("/dev/shm is there", "whole versions, views without a copy, any death"),
-        takes_patches=True,
+        in_slots=True,
     ),
     "checkpoint": Carrier(
         checkpoint_problem,

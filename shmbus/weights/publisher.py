@@ -172,7 +172,8 @@ class WeightPublisher:
     timeout : float
         Seconds to wait for readers and for other ranks.
     digests : bool
-        Compute a digest of each block, at the cost of another pass over memory.
+        Carrier "shm": compute a digest of each block, at the cost of another pass over memory, for
+        `shmbus weights --verify`.
     patches : bool | float
         Carrier "shm": publish the changed elements with a version; a number limits their share of
         the elements, True means 0.05.
@@ -246,11 +247,12 @@ class WeightPublisher:
         self._dtypes: Final = {each.name: each.dtype for each in self.manifest.tensors}
         self.carrier: Final = choose(carrier, device, directory=directory)
         chosen = CARRIERS[self.carrier.name]
-        if patch_share(patches) and not chosen.takes_patches:
-            raise ValueError(
-                f"carrier {self.carrier.name!r}: expected patches=False, got {patches}; only the "
-                "carrier 'shm' has patches"
-            )
+        for option, given in (("patches", patch_share(patches)), ("digests", digests)):
+            if given and not chosen.in_slots:
+                raise ValueError(
+                    f"carrier {self.carrier.name!r}: expected {option}=False, got {given}; only "
+                    f"the carrier 'shm' has {option}"
+                )
         prepare_copies(torch.device(device))
         self._writer = chosen.writer(
             WriterOptions(

@@ -14,13 +14,12 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, NamedTuple
 
 import torch
 
 from shmbus import BusClosedError
 from shmbus.base.arguments import (
-    check_choice,
     check_flag,
     check_int,
     check_int64,
@@ -29,7 +28,7 @@ from shmbus.base.arguments import (
 )
 from shmbus.base.closing import ClosedByWith
 from shmbus.batch.uninterrupted import ClosedByBlock
-from shmbus.errors import DamagedError, WaitTimeoutError
+from shmbus.errors import WaitTimeoutError
 from shmbus.tensors.copy_table import prepare_copies
 from shmbus.tensors.views import count_writes, is_sharded
 from shmbus.weights.carriers.interface import ReaderOptions
@@ -51,9 +50,6 @@ from shmbus.weights.loading import (
 )
 from shmbus.weights.manifest import Slice, require_slices, view_of
 from shmbus.weights.probe import CARRIERS, CarriedVersion, choose
-
-Verify: TypeAlias = Literal["off", "sample", "all"]
-
 
 #: Versions with an arrival remembered by a subscriber, above any lag behind the newest.
 MET: Final = 64
@@ -93,9 +89,6 @@ class WeightSubscriber(ClosedByWith):
         Target device; shown in this process's row.
     carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
         As the publisher's; "auto" takes any carrier of the publisher but "checkpoint".
-    verify : "off" | "sample" | "all"
-        Compare digests of some blocks, or of every block, before handing out a version. The
-        publisher has to compute them.
     directory : path, optional
         Carrier "checkpoint": directory of the files.
     label : str
@@ -121,16 +114,13 @@ class WeightSubscriber(ClosedByWith):
         *,
         device: str | torch.device = "cpu",
         carrier: str = "auto",
-        verify: Verify = "off",
         directory: Path | str | None = None,
         label: str = "",
     ) -> None:
-        check_choice("verify", verify, get_args(Verify))
         check_text("label", label)
         self.bus: Final = bus
         self.carrier: Final = choose(carrier, device, directory=directory)
         prepare_copies(torch.device(device))
-        self._verify: Final[Verify] = verify
         #: Places of this subscriber's last versions, by number.
         self._met: dict[int, Place] = {}
         self._closed = False
@@ -225,7 +215,7 @@ class WeightSubscriber(ClosedByWith):
         """
         version = check_int64("version", version)
         self._require_open()
-        return self._verified(self._reader.at(version))
+        return self._met_now(self._reader.at(version))
 
     @property
     def removed(self) -> bool:
@@ -238,17 +228,10 @@ class WeightSubscriber(ClosedByWith):
 
     def _open(self, after: int, timeout: float | None) -> Weights:
         self._require_open()
-        return self._verified(self._reader.latest(after, timeout))
+        return self._met_now(self._reader.latest(after, timeout))
 
-    def _verified(self, version: CarriedVersion) -> Weights:
-        if self._verify != "off":
-            try:
-                version.verify(sample=self._verify == "sample")
-            except UNUSABLE as error:
-                code = TORN_CODE if isinstance(error, DamagedError) else LOAD_CODE
-                version.report_refused(code, str(error))
-                version.close()
-                raise
+    def _met_now(self, version: CarriedVersion) -> Weights:
+        """Remember the version's place."""
         weights = Weights(version)
         self._met[weights.version] = weights.place
         for number in list(self._met)[:-MET]:

@@ -31,7 +31,6 @@ static const struct {
     {"DIMENSION_NAMED", (long)SHMBUS_DIMENSION_NAMED},
     {"LABEL_BYTES", SHMBUS_LABEL_BYTES - 1},               /* less the terminating byte */
     {"PAUSE_REASON_BYTES", SHMBUS_PAUSE_REASON_BYTES - 1}, /* likewise */
-    {"MAX_EXTENTS", SHMBUS_MAX_EXTENTS},
     {"MAX_CLIENTS", SHMBUS_MAX_CLIENTS},
     {"PLACE_BYTES", sizeof(struct wire_place)},
     {"SLOT_FREE", SHMBUS_SLOT_FREE},
@@ -87,7 +86,6 @@ static const struct {
     {"REFUSED_SURPLUS", REFUSED_SURPLUS},     {"REFUSED_FAILING", REFUSED_FAILING},
     {"REFUSED_LEASED", REFUSED_LEASED},
     /* Delivery figures. */
-    {"FIGURES_BYTES", (long)sizeof(struct delivery_figures)},
     {"FIGURE_WORDS", (long)(sizeof(struct figure_entry) / 8)},
     /* Batches. */
     {"EXTRA_TOKEN", EXTRA_TOKEN},

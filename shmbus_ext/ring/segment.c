@@ -337,6 +337,7 @@ static bool geometry_holds(const struct bus_header *header, uint64_t file_bytes,
 
 static enum shared_status check_header(struct segment *self, uint64_t file_bytes) {
     struct bus_header header;
+    self->found_bytes = file_bytes;
     enum shared_status status = shared_look(&kind, self->base, &header, &self->found_version);
     if (status != SHARED_OK) {
         return status;
@@ -350,6 +351,18 @@ static enum shared_status check_header(struct segment *self, uint64_t file_bytes
     }
     identity_text(self->identity, header.identity);
     return geometry_holds(&header, file_bytes, self) ? SHARED_OK : SHARED_BAD_GEOMETRY;
+}
+
+enum shared_status segment_survey(struct segment *self, uint8_t *header, uint64_t file_bytes) {
+    memset(self, 0, sizeof *self);
+    self->fd = -1;
+    self->base = header;
+    enum shared_status status = check_header(self, file_bytes);
+    if (status == SHARED_OK) {
+        set_pointers(self);
+    }
+    self->base = NULL;
+    return status;
 }
 
 enum shared_status segment_open(struct segment *self, int fd, bool read_only) {

@@ -141,6 +141,9 @@ enum shared_status segment_create(struct segment *self, int fd,
                                    const struct segment_geometry *plan);
 /* Maps a segment and checks it; read_only never writes. Takes ownership of fd on success. */
 enum shared_status segment_open(struct segment *self, int fd, bool read_only);
+/* Checks a file by its header, and places the tables behind it without a mapping: the pointers are
+ * for distances from the header, never dereferenced. */
+enum shared_status segment_survey(struct segment *self, uint8_t *header, uint64_t file_bytes);
 void segment_unmap(struct segment *self);
 
 /* Maps the file once more, read-only, for views. */

@@ -11,6 +11,7 @@ from operators import WORKER, cli, data_offset, header_offset, put_group, segmen
 
 import shmbus
 from shmbus.data.status_types import BusStatus
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.status import read_status
 from shmbus_ext import _core
 
@@ -142,11 +143,8 @@ def test_an_acknowledgement_that_a_death_cut_short_counts_as_done(bus_name: str)
         put_group(producer, "a")
         put_group(producer, "b")
         # The intent of releasing the first two records, as a collector leaves it that dies there.
-        layout = _core.layout()
-        tables = _core.HEADER_BYTES + 65 * layout["producer_slot"]["itemsize"]
-        with shmbus.Bus.open(bus_name) as bus:
-            extents = bus.capacity // bus.extent_bytes
-        log_at = tables + extents * layout["extent_desc"]["itemsize"]
+        with SegmentFile(bus_name) as file:
+            log_at, _ = file.tables["intents"]
         record_bytes = producer.stats().bytes // 8
         log = b"".join(
             (n * record_bytes // _core.RECORD_ALIGN).to_bytes(8, "little") for n in range(2)

@@ -294,9 +294,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
         ),
         dict.fromkeys(("slots", "max_slots", "when_held", "directory"), ARRAY),
     ),
-    "WeightSubscriber": (
-        WeightSubscriber, {"carrier": CHOICE, "verify": CHOICE, "directory": ARRAY},
-    ),
+    "WeightSubscriber": (WeightSubscriber, {"carrier": CHOICE, "directory": ARRAY}),
     "probe_carriers": (lambda bus, **o: probe_carriers(**o), {"size": ARRAY, "directory": ARRAY}),
     "ModuleSource": (
         lambda bus, **o: ModuleSource(torch.nn.Linear(2, 2), **o), {"slices": ARRAY},

@@ -7,7 +7,7 @@ import pytest
 from conftest import Spawner, wait_until
 
 from shmbus import Bus, Consumer, Producer
-from shmbus.inspect.segment_file import SegmentFile, _retries_at
+from shmbus.inspect.segment_file import SegmentFile
 from shmbus.inspect.tables import read_wanted
 from shmbus.segment.lifecycle import open_segment
 from shmbus.segment.names import shm_path
@@ -83,9 +83,9 @@ def test_a_scribbled_table_is_not_believed(bus_name: str, seed: int) -> None:
     rng = random.Random(seed)
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         with SegmentFile(bus_name) as file:
-            table = file.retry_table()
+            table = file.table("retries")
             path = Path(shm_path(bus_name))
-            start = _retries_at(file.max_producers, file.extent_count)
+            start, _ = file.tables["retries"]
         assert not any(table)
         for _ in range(30):
             with path.open("r+b") as raw:

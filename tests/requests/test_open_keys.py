@@ -74,10 +74,7 @@ def test_a_change_whose_process_died_before_its_second_count_is_seen(bus_name: s
         consumer.request("q", group_size=1, prompt=PROMPT)
         assert consumer.count_open_requests() == 1
         with SegmentFile(bus_name) as segment:
-            lane = segment.requests_offset
-            divided = _core.request_divide(segment.data_offset - lane)
-        assert divided is not None
-        row = lane + divided["rows"]
+            row, _ = segment.tables["rows"]
         with open(SHM_DIR / f"shmbus.{bus_name}", "r+b") as file:
             for at, value in ((row + BEGUN, 2), (row, 1 << 2 | ENDED)):
                 os.pwrite(file.fileno(), value.to_bytes(8, "little"), at)

@@ -67,7 +67,7 @@ LANE = (
 with Bus.create(name, "4MiB", max_producers=2) as bus:
     words = words_of(name)
     with SegmentFile(name) as file:
-        lane = file.requests_offset
+        lane, _ = file.tables["lane"]
     with Producer(name) as producer, Feeder(name) as feeder:
         number = 0
         def offer(count):

@@ -87,11 +87,9 @@ def publish(
 ) -> None:
     model = sharded(layout, world, device)
     source = ModuleSource(model, dtype=torch.bfloat16)
-    options: Any = {"keep": True}
-    if carrier != "shm":
-        options = {"digests": True}
-        if carrier != "memfd":
-            options["device"] = f"cuda:{torch.cuda.current_device()}"
+    options: Any = {"keep": True} if carrier == "shm" else {}
+    if carrier not in ("shm", "memfd"):
+        options["device"] = f"cuda:{torch.cuda.current_device()}"
     with WeightPublisher(
         bus, source, carrier=carrier, rank=rank, world_size=world, timeout=30, **options
     ) as publisher:

@@ -53,9 +53,7 @@ def read_back(child: Child, bus: str, directory: Path, how: str, device: str) ->
     """Compare what a reader on a device gets with what the ranks of a child publish."""
     from rank_child import READ, VERSIONS, whole_model
 
-    with WeightSubscriber(
-        bus, device=device, verify="all" if "shm" not in how else "off"
-    ) as reader:
+    with WeightSubscriber(bus, device=device) as reader:
         assert reader.wait(newer_than=VERSIONS[-1] - 1, timeout=200) == VERSIONS[-1]
         replica = whole_model().to(torch.bfloat16).to(device)
         with reader.latest(timeout=5) as weights:

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Spawner, wait_until
-from weight_models import MakePublisher, Odd, Unwritable, bits, many, publishing, same
+from weight_models import MakePublisher, Odd, Unwritable, bits, many, publishing
 
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
-from shmbus.pool.pool_file import pool_path
 from shmbus.weights import (
     LocalPiece,
     ManifestError,
@@ -88,43 +87,6 @@ def test_masters_are_cast_while_they_are_copied(
         for name, value in masters.state_dict().items():
             wanted = value.bfloat16() if value.is_floating_point() else value
             assert bits(weights[name]) == bits(wanted)
-
-
-def test_a_large_tensor_arrives_verified(bus_name: str, publishers: MakePublisher) -> None:
-    model = torch.nn.Linear(3000, 3000)
-    publishers(model, digests=True).publish(version=1)
-    replica = torch.nn.Linear(3000, 3000)
-    for verify in ("sample", "all"):
-        with (
-            WeightSubscriber(bus_name, verify=verify) as reader,  # type: ignore[arg-type]
-            reader.latest(timeout=5) as weights,
-        ):
-            weights.load_into(replica)
-    assert same(model, replica)
-
-
-def test_a_scribbled_byte_is_found_and_said(bus_name: str, publishers: MakePublisher) -> None:
-    model = torch.nn.Linear(500, 500)
-    publishers(model, digests=True).publish(version=8)
-    path = Path(pool_path(bus_name, "weights"))
-    at = path.read_bytes().index(bits(model.weight))
-    with path.open("r+b") as file:
-        file.seek(at + 1000)
-        file.write(b"\xff\xfe")
-    with WeightSubscriber(bus_name, verify="all") as reader:
-        with pytest.raises(DamagedError, match="version 8: bytes 0 to"):
-            reader.latest(timeout=5)
-        (row,) = read_pool(bus_name, "weights").readers
-        assert row.refused_version == 8 and "digest" in row.error
-
-
-def test_verifying_without_digests_is_told(bus_name: str, publishers: MakePublisher) -> None:
-    publishers(many(3)).publish(version=8)
-    with (
-        WeightSubscriber(bus_name, verify="sample") as reader,
-        pytest.raises(WeightsError, match="digests=True"),
-    ):
-        reader.latest(timeout=5)
 
 
 def test_a_model_that_does_not_fit_has_all_its_faults_named_and_no_byte_changed(

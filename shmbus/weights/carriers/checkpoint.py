@@ -265,13 +265,6 @@ class CheckpointVersion:
     def report_refused(self, code: int, reason: str) -> None:
         """Do nothing, as each report."""
 
-    def verify(self, *, sample: bool) -> None:
-        """Refuse: the file carries no digests."""
-        del sample
-        raise WeightsError(
-            "the carrier 'checkpoint' writes no digests; subscribe with verify='off'"
-        )
-
     def close(self) -> None:
         """Forget the tensors."""
         self._tensors = {}
@@ -354,13 +347,12 @@ def checkpoint_writer(options: WriterOptions) -> CheckpointWriter:
             "carrier 'checkpoint': expected no slots, max_slots or when_held, which files have "
             f"not, got {slots}, {max_slots} and {when_held!r}"
         )
-    directory, digests = options.directory, options.digests
-    if options.world_size != 1 or directory is None or digests:
+    if options.world_size != 1 or options.directory is None:
         raise ValueError(
-            "carrier 'checkpoint': expected directory=..., world_size=1 and digests=False, got "
-            f"{directory!r}, {options.world_size} and {digests}"
+            "carrier 'checkpoint': expected directory=... and world_size=1, got "
+            f"{options.directory!r} and {options.world_size}"
         )
-    return CheckpointWriter(directory, options.manifest)
+    return CheckpointWriter(options.directory, options.manifest)
 
 
 def checkpoint_reader(options: ReaderOptions) -> CheckpointReader:

@@ -12,9 +12,7 @@ successor.
 from __future__ import annotations
 
 import _thread
-import functools
 import os
-import random
 import sys
 import threading
 import time
@@ -42,47 +40,15 @@ from shmbus.tensors.device.arena import (
 from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.weights.carriers.interface import (
     KIND,
-    SAMPLED_BLOCKS,
     LostVersionError,
     ReaderOptions,
     VersionMeta,
     WriterOptions,
-    no_digests,
 )
 from shmbus.weights.errors import ManifestError
 
-#: Bytes per digest, as in a pool.
-BLOCK_BYTES: Final = 16 << 20
-
-_WORD_BYTES: Final = 8
-
-
-def blocks_of(size: int) -> int:
-    """Return the number of digests for a payload of the given bytes."""
-    return -(-size // BLOCK_BYTES)
-
-
-@functools.lru_cache(maxsize=4)
-def _factors(device: torch.device) -> torch.Tensor:
-    words = torch.arange(BLOCK_BYTES // _WORD_BYTES, dtype=torch.int64, device=device)
-    # Knuth's multiplier spreads neighbours over all 64 bits; odd, to lose no change.
-    return (words * 6364136223846793005 + 1442695040888963407) | 1
-
-
-def block_sum(payload: torch.Tensor, block: int) -> int:
-    """Return the digest of one block."""
-    words = payload[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].view(torch.int64)
-    return int((words * _factors(payload.device)[: words.numel()]).sum())
-
-
-def block_sums(payload: torch.Tensor) -> list[int]:
-    """Return the digests of every block."""
-    return [block_sum(payload, block) for block in range(blocks_of(payload.numel()))]
-
-
-#: Slot bytes before the digests, and per digest: MessagePack's longest numbers.
+#: Bytes of a slot, with MessagePack's longest numbers.
 _PLACED_BYTES: Final = 64
-_DIGEST_BYTES: Final = 9
 _LENGTH_BYTES: Final = 4
 
 #: Seconds until a postponed interrupt is raised again.
@@ -91,11 +57,10 @@ AGAIN_S: Final = 0.01
 
 @decodable
 class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Content of a slot: place of the version's bytes, and their digests."""
+    """Content of a slot: place of the version's bytes."""
 
     buffer: BufferName
     total: int
-    digests: list[int]
 
     def encode(self) -> bytes:
         """Encode with a length prefix: a slot may be longer."""
@@ -113,11 +78,6 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
                 f"the newest version's slot does not say where its bytes are ({error}); publish "
                 "again, and look for a process that writes where it should not"
             ) from error
-
-    @staticmethod
-    def room(total: int) -> int:
-        """Return the bytes of a slot for versions of so many bytes, with or without digests."""
-        return _PLACED_BYTES + blocks_of(total) * _DIGEST_BYTES
 
 
 # -- writers --------------------------------------------------------------------------------------
@@ -208,13 +168,13 @@ class ExportedWriter:
     #: Meta of a version; None until rank 0 supplies it.
     meta: bytes | None = None
     patch_bytes = 0
+    slot_bytes = _PLACED_BYTES
 
     def __init__(self, options: WriterOptions, kind: MemoryKind) -> None:
         self._options, self._kind = options, kind
         self._total = options.manifest.total
         self._said = VersionMeta(options.manifest.encode(), "exported")
         # Higher ranks adopt rank 0's `meta`: only rank 0 knows the memory's owner in advance.
-        self.slot_bytes = Placed.room(self._total)
         self.buffers: OwnBuffers | LeadersBuffers | None = None
 
     def open(self) -> None:
@@ -265,11 +225,8 @@ class ExportedWriter:
         if self._options.rank:
             write.finish()
             return
-        digests = self._options.digests
-        name, payload = self._buffer(write)
-        if digests:
-            write.await_ranks()
-        said = Placed(name, self._total, block_sums(payload) if digests else []).encode()
+        name, _ = self._buffer(write)
+        said = Placed(name, self._total).encode()
         memoryview(write.buffer)[: len(said)] = said
         # Digests of the small slot: they reveal a scribble over the buffer's name.
         write.finish(digests=True)
@@ -349,22 +306,6 @@ class ExportedReader:
 
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Do nothing: the mapping is ready for copies."""
-
-    def verify(self, *, sample: bool) -> None:
-        """Compare digests, on the reading device."""
-        sums = self._placed.digests
-        if not sums:
-            raise no_digests(self._version)
-        payload = self._memory.tensor()[: self.total]
-        blocks = list(range(len(sums)))
-        for block in random.sample(blocks, min(SAMPLED_BLOCKS, len(blocks))) if sample else blocks:
-            if block_sum(payload, block) != sums[block]:
-                end = min(self.total, (block + 1) * BLOCK_BYTES)
-                raise DamagedError(
-                    f"version {self._version}: bytes {block * BLOCK_BYTES} to {end} do not match "
-                    "their digest; do not load it: publish again, and look for a process that "
-                    "writes where it should not"
-                )
 
     def close(self) -> None:
         """Keep the slot no longer than the views do."""

@@ -21,9 +21,6 @@ from shmbus.weights.manifest import Manifest
 KIND: Final = "weights"
 #: A slot for readers, and a slot for the writer.
 DEFAULT_SLOTS: Final = 2
-#: Blocks compared by a sample: a scribble over a hundredth of the bytes is found once in three
-#: times, and each block costs a hundredth of reading a model of a hundred blocks.
-SAMPLED_BLOCKS: Final = 4
 
 
 class WriterOptions(NamedTuple):
@@ -83,11 +80,3 @@ class LostVersionError(WeightsError, documented=False):
     def __init__(self, message: str, sequence: int) -> None:
         super().__init__(message)
         self.sequence = sequence
-
-
-def no_digests(version: int) -> WeightsError:
-    """Build the error of an unverifiable version."""
-    return WeightsError(
-        f"version {version} was published without digests, so nothing can be verified; make the "
-        "publisher with digests=True, or subscribe with verify='off'"
-    )

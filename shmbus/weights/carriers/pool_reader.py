@@ -7,7 +7,6 @@ error says so.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterable
 from typing import Final, TypeAlias
@@ -24,11 +23,9 @@ from shmbus.tensors.views import payload_tensor, tensor_at, unowned
 from shmbus.weights.carriers.exported import ExportedReader, ExportedReaders
 from shmbus.weights.carriers.interface import (
     KIND,
-    SAMPLED_BLOCKS,
     LostVersionError,
     ReaderOptions,
     VersionMeta,
-    no_digests,
 )
 from shmbus.weights.errors import MANIFEST_CODE, TORN_CODE, UNUSABLE
 from shmbus.weights.loading import LoadCache
@@ -61,17 +58,6 @@ class SlotReader:
         """Register the slot with CUDA, once, for copies to a device."""
         if any(device.type == "cuda" for device in devices):
             self._registered.add(payload_tensor(self._lease.buffer), read_only=True)
-
-    def verify(self, *, sample: bool) -> None:
-        """Compare digests."""
-        blocks = self._lease.digests
-        if blocks == 0:
-            raise no_digests(self._lease.version)
-        if not sample:
-            self._lease.check()
-            return
-        for block in random.sample(range(blocks), min(SAMPLED_BLOCKS, blocks)):
-            self._lease.check(block, 1)
 
     def close(self) -> None:
         """Do nothing: the views alone keep the slot."""
@@ -126,10 +112,6 @@ class PooledVersion:
     def prepare(self, devices: Iterable[torch.device]) -> None:
         """Speed up copies to the devices where possible."""
         self._memory.prepare(devices)
-
-    def verify(self, *, sample: bool) -> None:
-        """Compare digests of some blocks, or of every block."""
-        self._memory.verify(sample=sample)
 
     # Without a reader row the reports do nothing.
 

@@ -225,18 +225,7 @@ SEGMENT_FUNCTION(py_relay_next_source, py_take_writable) {
         1);
 }
 
-/* relay_journal_bytes(capacity) -> int: journal size of a bus of `capacity` bytes. */
-static PyObject *py_relay_journal_bytes(PyObject *Py_UNUSED(module), PyObject *argument) {
-    unsigned long long capacity = PyLong_AsUnsignedLongLong(argument);
-    if (capacity == (unsigned long long)-1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    return PyLong_FromUnsignedLongLong(sizeof(struct relay_journal) +
-                                       relay_entries_of(capacity) * sizeof(struct relay_entry));
-}
-
 PyMethodDef py_relay_functions[] = {
-    {"relay_journal_bytes", py_relay_journal_bytes, METH_O, NULL},
     {"relay_begin", py_relay_begin, METH_O, NULL},
     {"relay_bind", py_relay_bind, METH_O, NULL},
     {"relay_intend", py_relay_intend, METH_VARARGS, NULL},

@@ -393,25 +393,6 @@ static PyObject *py_lead_free(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* request_divide(bytes) -> {"rows", "row_count", "cells", "units", "unit_count"}: offsets from the
- * lane's beginning, and counts; None for too few bytes. */
-static PyObject *py_request_divide(PyObject *Py_UNUSED(module), PyObject *argument) {
-    unsigned long long bytes = PyLong_AsUnsignedLongLong(argument);
-    if (bytes == (unsigned long long)-1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    struct request_parts parts;
-    static uint8_t at[1]; /* base for offsets, never dereferenced */
-    if (bytes > SHMBUS_REQUEST_MAX_BYTES + SHMBUS_PAGE || !request_divide(&parts, at, bytes)) {
-        Py_RETURN_NONE;
-    }
-    uintptr_t base = (uintptr_t)at;
-    return Py_BuildValue("{s:K,s:I,s:K,s:K,s:I}", "rows", U64((uintptr_t)parts.rows - base),
-                         "row_count", parts.row_count, "cells", U64((uintptr_t)parts.cells - base),
-                         "units", U64((uintptr_t)parts.units - base), "unit_count",
-                         parts.unit_count);
-}
-
 PyMethodDef py_request_functions[] = {
     {"request_offer", py_request_offer, METH_VARARGS, NULL},
     {"request_want", py_request_want, METH_VARARGS, NULL},
@@ -437,6 +418,5 @@ PyMethodDef py_request_functions[] = {
     {"lead_follow", py_lead_follow, METH_VARARGS, NULL},
     {"lead_settled", py_lead_settled, METH_VARARGS, NULL},
     {"lead_free", py_lead_free, METH_VARARGS, NULL},
-    {"request_divide", py_request_divide, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

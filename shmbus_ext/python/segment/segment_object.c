@@ -241,6 +241,48 @@ static PyObject *py_segment_open(PyTypeObject *type, PyObject *args) {
     return opened(self, status, 0);
 }
 
+/* A table's place in the file, from its pointer and the pointer behind it. */
+#define PLACE(name, from, behind)                                              \
+    name, U64((const uint8_t *)(from) - (const uint8_t *)c->header),           \
+        U64((const uint8_t *)(behind) - (const uint8_t *)(from))
+
+/* survey(header, file_bytes, name) -> {table: (offset, bytes)} of a file; raises as open does. */
+static PyObject *py_segment_survey(PyTypeObject *type, PyObject *args) {
+    Py_buffer header;
+    unsigned long long file_bytes;
+    PyObject *name, *places = NULL;
+    if (!PyArg_ParseTuple(args, "y*KU", &header, &file_bytes, &name)) {
+        return NULL;
+    }
+    NEVER(header.len < (Py_ssize_t)SHMBUS_HEADER_BYTES, NULL);
+    SegmentObject *self = py_segment_alloc(type, name);
+    if (self != NULL) {
+        enum shared_status status = segment_survey(&self->c, header.buf, file_bytes);
+        const struct segment *c = &self->c;
+        const struct request_parts *lane = &c->requests;
+        if (status != SHARED_OK) {
+            raise_status(self, status, 0);
+        } else {
+            places = Py_BuildValue(
+                "{s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)s(KK)}",
+                PLACE("slots", c->slots, c->extents), PLACE("extents", c->extents, c->intent_log),
+                PLACE("intents", c->intent_log, c->retries),
+                PLACE("retries", c->retries, c->splits), PLACE("splits", c->splits, c->cancelled),
+                PLACE("declared", c->declared, c->figures), PLACE("figures", c->figures, c->waits),
+                PLACE("waits", c->waits, c->lead), PLACE("lead", c->lead, c->lead->rows),
+                PLACE("lead_rows", c->lead->rows, c->relay),
+                PLACE("relay", c->relay, c->relay_entries),
+                PLACE("relay_entries", c->relay_entries, c->relay_entries + c->relay_entry_count),
+                PLACE("lane", lane->lane, lane->rows), PLACE("rows", lane->rows, lane->order),
+                PLACE("cells", lane->cells, lane->block_bits),
+                PLACE("units", lane->units, c->data));
+        }
+        Py_DECREF(self);
+    }
+    PyBuffer_Release(&header);
+    return places;
+}
+
 static PyObject *py_segment_close(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     py_segment_release_handle(self);
     Py_RETURN_NONE;
@@ -517,6 +559,7 @@ static PyObject *py_segment_get_closed(SegmentObject *self, void *Py_UNUSED(igno
 static PyMethodDef segment_methods[] = {
     METHOD("create", py_segment_create, METH_VARARGS | METH_CLASS, NULL),
     METHOD("open", py_segment_open, METH_VARARGS | METH_CLASS, NULL),
+    METHOD("survey", py_segment_survey, METH_VARARGS | METH_CLASS, NULL),
     METHOD("close", py_segment_close, METH_NOARGS, NULL),
     METHOD("holders", py_segment_holders, METH_NOARGS, NULL),
     METHOD("producers", py_segment_producers, METH_NOARGS, NULL),
