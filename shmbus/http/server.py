@@ -202,9 +202,9 @@ class Connection(web.RequestHandler):
             raise ConnectionResetError("the client has gone")
         self._answers.append(_Answer(on_end))
 
-    async def finish(self, response: web.StreamResponse) -> None:
-        """Send the end of a followed answer, and wait for the flush."""
-        await response.write_eof()
+    async def finish(self, response: web.StreamResponse, last: bytes = b"") -> None:
+        """Send the last bytes and the end of a followed answer, and wait for the flush."""
+        await response.write_eof(last)
         if self._ends_after_answer and self._wire is not None and self.alive:
             self._half_closed = True
             self._wire.write_eof()

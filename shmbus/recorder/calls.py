@@ -16,9 +16,9 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -50,6 +50,7 @@ from shmbus.segment.cache_salt import cache_salt
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_Write: TypeAlias = Callable[[web.StreamResponse, bytes], Awaitable[None]]
 
 _JSON: Final = {"Content-Type": "application/json"}
 _EVENTS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
@@ -317,11 +318,13 @@ class _Call:
             await connection_of(self._request).prepare(self._request, self._stream)
         return self._stream
 
-    async def _send(self, events: bytes) -> web.StreamResponse:
+    async def _send(
+        self, events: bytes, write: _Write = web.StreamResponse.write
+    ) -> web.StreamResponse:
         """Send events to the client; ConnectionResetError, blaming the client, if gone."""
         try:
             stream = await self._begin_stream()
-            await stream.write(events)
+            await write(stream, events)
         except aiohttp.ClientError as error:
             # The library's writer raises errors caused by its client.
             raise ConnectionResetError(str(error)) from error
@@ -331,9 +334,10 @@ class _Call:
 
     async def _end_stream(self, events: bytes | None = None) -> web.StreamResponse:
         """Send the last events: by default the end of a whole answer."""
-        stream = await self._send(self._dialect.done() if events is None else events)
-        await connection_of(self._request).finish(stream)
-        return stream
+        # In one piece: a client closes behind the last event, and an end still on its way would
+        # make this a reset.
+        last = self._dialect.done() if events is None else events
+        return await self._send(last, connection_of(self._request).finish)
 
     async def _pass_stream(
         self, engine: Engine, answer: aiohttp.ClientResponse

@@ -36,6 +36,9 @@ _STEP: Final = 4096
 _IDS: Final = frozenset({int})
 _NUMBERS: Final = frozenset({int, float})
 
+#: From here on a float may stand for several integers.
+_EXACT: Final = 2**53
+
 #: Options that make an answer unsampled, with the reason.
 _UNSAMPLED: Final = {
     "use_beam_search": "an answer of a beam search is not sampled",
@@ -138,9 +141,26 @@ def text_of(content: Any) -> str:
 def arguments_of(text: Any) -> str:
     """Return a tool's arguments as every client writes them."""
     try:
-        return msgspec.json.encode(msgspec.json.decode(text), order="sorted").decode()
+        found = _decode_arguments(text)
+        while isinstance(found, dict) and len(found) == 1:
+            ((name, value),) = found.items()
+            if name not in ("arguments", "input") or not isinstance(value, str):
+                break
+            # Dialects put arguments that are no object under such a name.
+            text = value
+            found = _decode_arguments(text)
+        return msgspec.json.encode(found, order="sorted").decode()
     except (msgspec.DecodeError, TypeError, RecursionError):
         return str(text)
+
+
+def _as_javascript(text: str) -> float:
+    """Return a number as JavaScript keeps it: 2.0 is 2."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
+
+
+_decode_arguments = msgspec.json.Decoder(float_hook=_as_javascript).decode
 
 
 def calls_of(message: dict[str, Any]) -> list[tuple[Any, Any]]:
@@ -524,8 +544,9 @@ class Reading:
         )  # fmt: skip
 
     def _said_of(self, kept: _Choice) -> Said:
-        own = self._said_body.get("stop_token_ids") or ()
-        is_cut = kept.finish_reason == "length" or isinstance(kept.stop, str) or kept.stop in own
+        own = self._said_body.get("stop_token_ids")
+        is_own = isinstance(own, list) and kept.stop in own
+        is_cut = kept.finish_reason == "length" or isinstance(kept.stop, str) or is_own
         return Said(
             kept.text.joined(),
             [(name, kept.arguments[at].joined()) for at, name in kept.names.items()],

@@ -1,10 +1,12 @@
 """Recorded means delivered: what did not reach its client is undone, and is not made twice."""
 
+import asyncio
 import socket
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+from aiohttp import web
 from conftest import wait_until
 from http_requests import reset
 from recorders import Scene, ask, chat, refused, sent, user
@@ -113,6 +115,24 @@ def test_an_answer_read_to_its_end_counts(session: shmbus.Session, scene: Scene)
     wait_until(lambda: not only(scene.recorder).running)
     assert session.finish(1.0)
     assert trained(scene.consumer) == [scene.engine.record[0].output]
+
+
+def test_a_client_that_closes_behind_the_last_event_has_the_answer(
+    session: shmbus.Session, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = web.StreamResponse.write_eof
+
+    async def end_late(response: web.StreamResponse, last: bytes = b"") -> None:
+        await asyncio.sleep(0.05)
+        await ends(response, last)
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", end_late)
+    for _ in range(2):
+        with sent(chats(session), {**CALL, "stream": True}, session.api_key) as raw:
+            read_until(raw, b"[DONE]")
+            wait_until(lambda: not only(scene.recorder).running)
+    assert session.finish(1.0)
+    assert trained(scene.consumer) == [one.output for one in scene.engine.record]
 
 
 @pytest.mark.parametrize(("attempt", "turns"), [("0", 2), ("1", 1)])

@@ -286,7 +286,12 @@ def test_a_stream_of_items_numbers_its_events_and_ends_with_the_whole() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
-@pytest.mark.parametrize("body", [{}, {"messages": [1], "max_tokens": 1, "input": [1]}])
+@pytest.mark.parametrize("body", [
+    {}, {"messages": [1], "max_tokens": 1, "input": [1]},
+    {"messages": [], "max_tokens": 1, "input": "a", "tools": [1]},
+    {"messages": [], "max_tokens": 1, "input": "a", "tools": [{"type": "custom", "name": []}],
+     "tool_choice": 1},
+])  # fmt: skip
 def test_a_body_of_another_form_is_refused(path: str, body: dict[str, Any]) -> None:
     with pytest.raises(UnusableCall, match="expected"):
         DIALECTS[path](body, {})

@@ -119,10 +119,10 @@ class Responses(Dialect):
         self.response_id = new_id("resp")
         self._created = int(time.time())
         self._number = 0
-        self._free = {
-            tool.get("name") for tool in body.get("tools") or () if tool.get("type") == "custom"
-        }
         try:
+            self._free = {
+                tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom"
+            }
             self._items = self._items_of(body)
             super().__init__(self._chat_of(body), history)
         except (AttributeError, KeyError, TypeError) as error:
