@@ -143,6 +143,8 @@ class EngineFleet(ClosedByAsyncWith):
         self._busy = OneAtATime()
         #: Error of a failed step, by the server's address.
         self._failures: dict[str, EngineError] = {}
+        #: Beginning of a pause, by the server's address.
+        self._paused_at: dict[str, float] = {}
         self._rows = RankRows(bus)
         #: The note of the running call.
         self._held_note: PauseNote | None = None
@@ -955,7 +957,7 @@ class EngineFleet(ClosedByAsyncWith):
 
     async def _pause(self, server: EngineServer, report: ServerReport) -> None:
         report.state = "unknown" if self._sleep_of(server) is None else "asleep"
-        report.paused_s = -time.monotonic()
+        self._paused_at[server.address] = time.monotonic()
         if not await self._rouse(server):
             await server.pause(self.mode, self._clears, self.timeout)
         report.state = "paused"
@@ -990,8 +992,8 @@ class EngineFleet(ClosedByAsyncWith):
                 )
             await asyncio.sleep(RETRY_S)
         report.state = "serving"
-        if report.paused_s < 0:
-            report.paused_s += time.monotonic()
+        began = self._paused_at.pop(server.address, None)
+        report.paused_s = 0.0 if began is None else time.monotonic() - began
 
     def _begin(
         self,

@@ -18,7 +18,7 @@ from fork_server import TEMPLATE
 from safetensors.torch import load_file
 from small_engine import Running
 from small_lora import SmallLora
-from trainers import TIMEOUT_S
+from trainers import SHORT_S, TIMEOUT_S
 
 from shmbus import Bus
 from shmbus.engines import LoraFleet, SglangServer, UpdateReport, UpdateRolledBackError, VllmServer
@@ -69,7 +69,7 @@ def server_of(running: Running, kind: str) -> Any:
 
 
 async def bring(bus: str, adapter: LoraVersion, *servers: Any, **options: Any) -> UpdateReport:
-    async with LoraFleet(servers, bus=bus, timeout=TIMEOUT_S, **options) as fleet:
+    async with LoraFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options}) as fleet:
         return await fleet.update(adapter)
 
 
@@ -176,6 +176,21 @@ async def test_a_version_is_for_all_or_none(
     await running[0].fault("load", "close")
     report = await bring(bus.name, second, *both, quorum=1)
     assert [each.version for each in report.servers] == [2, 2]
+
+
+async def test_a_cancelled_update_is_ended_first(bus: Bus, servers: Any, folder: Path) -> None:
+    running = [servers(1, SmallLora), servers(1, SmallLora)]
+    both = [server_of(each, "vllm") for each in running]
+    await running[1].fault("load", "hang")
+    made = LoraFiles(folder, "run1", CONFIG).publish(lora_state(Peft()), 1)
+    task = asyncio.ensure_future(bring(bus.name, made, *both, timeout=SHORT_S))
+    while made.name not in await both[0].adapters(TIMEOUT_S):
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for server in both:
+        assert set(await server.adapters(TIMEOUT_S)) == {"base"}
 
 
 @pytest.mark.parametrize("verb", ["load_adapter", "adapters", "unload_adapter"])

@@ -32,6 +32,7 @@ async def test_a_killed_server_is_gone_alone(kind: str, step: str, scene: Scene)
         assert report.servers[0].version == 2 and report.servers[0].state == "serving"
         assert report.servers[1].version != 2 or step == "resume"
         assert report.servers[1].error and running[1].url in report.servers[1].error
+        assert report.servers[1].paused_s >= 0
         assert await running[0].tokens(2) == [2.0, 2.0]
         report = await fleet.update(scene.trainer, 3)
         assert report.servers[1].state == "gone" and report.torn == []
@@ -47,7 +48,7 @@ async def test_a_stopped_server_costs_its_deadline(kind: str, step: str, scene: 
         await running[1].fault(step, "stop")
         report = await fleet.update(scene.trainer, 2)
         assert report.servers[0].version == 2
-        assert report.torn == [running[1].url]
+        assert report.torn == [running[1].url] and report.servers[1].paused_s == 0
         assert paused_by(scene.bus.name) is not None
         running[1].signal(signal.SIGCONT)
     async with scene.fleet(*running, timeout=5.0) as fleet:
