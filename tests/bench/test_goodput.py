@@ -140,7 +140,10 @@ def test_a_kept_part_is_not_measured_again(part_of: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("mp_queue-0/part", ["--resume", "--contender", "mp_queue"]), ("soak/pieces", ["--soak", "1"])],
+    [
+        ("mp_queue-0/part", ["--resume", "--contender", "mp_queue"]),
+        ("soak/pieces", ["--soak", "1"]),
+    ],
 )
 def test_an_unreadable_part_is_named(name: str, options: list[str], tmp_path: Path) -> None:
     damaged = tmp_path / name
