@@ -134,10 +134,7 @@ class LoraFleet(ClosedByAsyncWith):
             causes = [f"{each.address}: {each.error}" for each in reports if each.error]
             raise UpdateRolledBackError(adapter.version, previous, "; ".join(causes))
         say_version(self.bus, adapter.version)
-        for pair in pairs:
-            there = [name for _, name in await self._loaded(pair[0], adapter)]
-            for old in past_keeping(there, adapter.name, self.keep):
-                await self._unload(*pair, msgspec.structs.replace(adapter, name=old, path=""))
+        await asyncio.gather(*(self._unload_old(*pair, adapter) for pair in pairs))
         report.total_s = time.monotonic() - began
         return report
 
@@ -193,6 +190,13 @@ class LoraFleet(ClosedByAsyncWith):
                 await server.unload_adapter(adapter.name, self.timeout)
         except Exception as error:
             report.warning = str(as_engine_error(server, error))
+
+    async def _unload_old(
+        self, server: InferenceServer, report: ServerReport, adapter: LoraVersion
+    ) -> None:
+        there = [name for _, name in await self._loaded(server, adapter)]
+        for old in past_keeping(there, adapter.name, self.keep):
+            await self._unload(server, report, msgspec.structs.replace(adapter, name=old, path=""))
 
     async def _loaded(self, server: InferenceServer, adapter: LoraVersion) -> list[tuple[int, str]]:
         """List version and name of every loaded publication of this adapter, from any process."""

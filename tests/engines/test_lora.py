@@ -221,6 +221,26 @@ async def test_a_users_error_fails_its_server(
         assert report.servers[1].warning == ""
 
 
+async def test_old_versions_leave_all_servers_at_once(bus: Bus, servers: Any, folder: Path) -> None:
+    asked: set[str] = set()
+    both = asyncio.Event()
+
+    class Waiting(VllmServer):
+        async def unload_adapter(self, name: str, timeout: float) -> None:
+            asked.add(self.address)
+            if len(asked) == 2:
+                both.set()
+            await asyncio.wait_for(both.wait(), timeout)
+            await super().unload_adapter(name, timeout)
+
+    running = [Waiting(servers(1, SmallLora).url) for _ in range(2)]
+    files = LoraFiles(folder, "run1", CONFIG)
+    for version in (1, 2):
+        made = files.publish(lora_state(Peft()), version)
+        report = await bring(bus.name, made, *running, keep=1, timeout=SHORT_S)
+    assert [each.warning for each in report.servers] == ["", ""]
+
+
 async def test_an_older_version_is_loaded_and_stays(bus: Bus, servers: Any, folder: Path) -> None:
     server = server_of(servers(1, SmallLora), "vllm")
     files = LoraFiles(folder, "run1", CONFIG, keep=2)
