@@ -424,7 +424,11 @@ class EngineFleet(ClosedByAsyncWith):
         """
         async with self._busy:
             with self._noted():
-                return await self._recover(wakes=True)
+                began = time.monotonic()
+                report = await to_the_end(self._recover(wakes=True), shmbus.ShmbusError)
+                if report is not None:
+                    report.total_s = time.monotonic() - began
+                return report
 
     async def close(self) -> None:
         """Close connections to the servers; idempotent. A cancelled call ends first."""
