@@ -104,19 +104,35 @@ def ran(name: str, scenario: Scenario, root: Path, seed: int, seconds: float = 0
     return {**found._asdict(), "goodput": found.goodput, "stopped": f"hung: {why}"}
 
 
+def keep(path: Path, value: object) -> None:
+    """Write JSON, whole or not at all: a death or a full disk loses no earlier part."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(value))
+    new.replace(path)
+
+
+def kept(path: Path) -> Any:
+    """Read kept JSON; None for a missing file."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise MeasurementError(f"{path}: expected JSON, got {error}; remove the file") from error
+
+
 def part(name: str, scenario: Scenario, seed: int, options: argparse.Namespace) -> Found:
     """Return a part: kept, or measured now."""
     place: Path = options.parts / f"{name}-{seed}"
-    kept, plan = place / "part", dataclasses.asdict(scenario)
-    if options.resume and kept.exists():
-        found: Found = json.loads(kept.read_text())
-        if found["scenario"] == json.loads(json.dumps(plan)) and "failed" not in found:
-            return found
+    plan = dataclasses.asdict(scenario)
+    found: Found | None = kept(place / "part") if options.resume else None
+    if found and found["scenario"] == json.loads(json.dumps(plan)) and "failed" not in found:
+        return found
     shutil.rmtree(place, ignore_errors=True)
     began = time.monotonic()
     found = {**ran(name, scenario, place, seed), "scenario": plan, "seed": seed}
     found["seconds"] = round(time.monotonic() - began, 1)
-    kept.write_text(json.dumps(found))
+    keep(place / "part", found)
     return found
 
 
@@ -204,29 +220,29 @@ def soak(scenario: Scenario, options: argparse.Namespace) -> Row:
     place = options.parts / "soak"
     scenario = dataclasses.replace(scenario, every_s=options.every)
     pieces = place / "pieces"
-    kept: list[Found] = json.loads(pieces.read_text()) if pieces.exists() else []
-    found = ran(SOAKED, scenario, place, len(kept), options.soak)
+    done: list[Found] = kept(pieces) or []
+    found = ran(SOAKED, scenario, place, len(done), options.soak)
     if "failed" in found:
         raise MeasurementError(found["failed"])
-    kept.append({"seconds": options.soak, **found})
-    pieces.write_text(json.dumps(kept))
+    done.append({"seconds": options.soak, **found})
+    keep(pieces, done)
     used = found["used"]
     half = len(used) // 2
     for what, limit in MAY_GROW.items() if half else ():
         first, last = (max(each[what] for each in some) for some in (used[:half], used[half:]))
         if last > first + limit:
             raise MeasurementError(f"{what} grew from {first} to {last}, by more than {limit}")
-    kills = sum(sum(each["kills"].values()) for each in kept)
+    kills = sum(sum(each["kills"].values()) for each in done)
     if found["lost"] or found["twice"] or found["torn"] or found["stopped"]:
         keys = ("once", "lost", "twice", "torn", "stopped", "kills", "by_hand", "slowest_s")
         short = {key: found[key] for key in keys}
         raise MeasurementError(f"the soak failed: {short}; a restart by hand removes the bus")
     return Row(
         name="goodput-soak", values=(found["goodput"],),
-        title=f"soak of {sum(each['seconds'] for each in kept):g} s in {len(kept)} pieces",
+        title=f"soak of {sum(each['seconds'] for each in done):g} s in {len(done)} pieces",
         note=f"{kills} kills; {found['once']:,} tokens once, 0 twice, 0 lost; "
         + (f"nothing grew in {len(used)} looks" if half else "too short to see growth"),
-        figures={"pieces": kept},
+        figures={"pieces": done},
     )  # fmt: skip
 
 

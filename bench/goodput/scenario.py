@@ -100,7 +100,7 @@ def _value(place: str, name: str, given: Any, default: Any) -> Any:
             raise ValueError(f"{place}: {name}: expected a list, got {given!r}")
         if name == "kills" and (unknown := [each for each in given if each not in KINDS]):
             raise ValueError(f"{place}: kills: unknown {unknown}; expected some of {KINDS}")
-        if name == "seeds" and not all(type(each) is int for each in given):
+        if name == "seeds" and not (given and all(type(each) is int for each in given)):
             raise ValueError(f"{place}: seeds: expected whole numbers, got {given!r}")
         return tuple(given)
     least = 0 if name in ("rounds", "step_s", "tokens_sigma") else 1e-3

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 import time
 
 from shmbus.base.format import show_duration, show_size, table
 from shmbus.cli._options import Commands, add_command, print_json, require_extra, share
 from shmbus.cli._supervise import resume_program
 from shmbus.pool.pool_status import PoolStatus, read_pool
+from shmbus.segment.names import companion_name
 
 #: Columns of a reader's error; --json prints the full text.
 _ERROR_COLUMNS = 60
@@ -35,6 +37,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--kind",
+        type=_kind,
         default="weights",
         help="kind of the pool, as in /dev/shm/shmbus-KIND.NAME (default weights)",
     )
@@ -71,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         return subprocess.run(resume_program(arguments.name), check=False).returncode
     if arguments.server and not arguments.verify:
-        raise RuntimeError("--server: expected with --verify; add --verify")
+        print("shmbus weights: --server: expected with --verify; add --verify", file=sys.stderr)
+        return 2
     if arguments.verify:
         require_extra("engines", "aiohttp", "torch", option="--verify")
         from shmbus.engines.verify import report
@@ -83,6 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_text(status, time.time()))
     return 0
+
+
+def _kind(text: str) -> str:
+    try:
+        companion_name(text, "NAME")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _text(status: PoolStatus, now_s: float) -> str:

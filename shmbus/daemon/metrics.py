@@ -440,12 +440,9 @@ class MetricsServer(ClosedByWith):
         self._pool = ThreadPoolExecutor(MAX_THREADS, "shmbus-metrics-answer")
         try:
             self._loop.run_until_complete(self._start(host, port))
-        except AddressError as error:
+        except AddressError:
             self._loop.close()
-            raise errors.DaemonUnavailableError(
-                f"bus {name!r}: cannot serve metrics at {host}:{port}: {error.__cause__}; choose "
-                f"another port, or find its owner: ss -ltnp 'sport = :{port}'"
-            ) from error
+            raise
         self._thread = threading.Thread(target=self._loop.run_forever, name="shmbus-metrics")
         self._thread.daemon = True
         self._thread.start()

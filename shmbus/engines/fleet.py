@@ -143,6 +143,8 @@ class EngineFleet(ClosedByAsyncWith):
         self._busy = OneAtATime()
         #: Error of a failed step, by the server's address.
         self._failures: dict[str, EngineError] = {}
+        #: Beginning of a pause, by the server's address.
+        self._paused_at: dict[str, float] = {}
         self._rows = RankRows(bus)
         #: The note of the running call.
         self._held_note: PauseNote | None = None
@@ -422,7 +424,11 @@ class EngineFleet(ClosedByAsyncWith):
         """
         async with self._busy:
             with self._noted():
-                return await self._recover(wakes=True)
+                began = time.monotonic()
+                report = await to_the_end(self._recover(wakes=True), shmbus.ShmbusError)
+                if report is not None:
+                    report.total_s = time.monotonic() - began
+                return report
 
     async def close(self) -> None:
         """Close connections to the servers; idempotent. A cancelled call ends first."""
@@ -955,7 +961,7 @@ class EngineFleet(ClosedByAsyncWith):
 
     async def _pause(self, server: EngineServer, report: ServerReport) -> None:
         report.state = "unknown" if self._sleep_of(server) is None else "asleep"
-        report.paused_s = -time.monotonic()
+        self._paused_at[server.address] = time.monotonic()
         if not await self._rouse(server):
             await server.pause(self.mode, self._clears, self.timeout)
         report.state = "paused"
@@ -990,8 +996,8 @@ class EngineFleet(ClosedByAsyncWith):
                 )
             await asyncio.sleep(RETRY_S)
         report.state = "serving"
-        if report.paused_s < 0:
-            report.paused_s += time.monotonic()
+        began = self._paused_at.pop(server.address, None)
+        report.paused_s = 0.0 if began is None else time.monotonic() - began
 
     def _begin(
         self,

@@ -33,7 +33,8 @@ from shmbus.engines.engine_server import (
 )
 from shmbus.engines.results import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
 from shmbus.engines.rows import say_version
-from shmbus.engines.tasks import OneAtATime, close_all
+from shmbus.engines.tasks import OneAtATime, close_all, to_the_end
+from shmbus.errors import ShmbusError
 from shmbus.segment.fleet_note import read_fleet_note
 from shmbus.segment.names import check_name
 from shmbus.weights.adapters import ENDING, LoraVersion, past_keeping
@@ -102,36 +103,40 @@ class LoraFleet(ClosedByAsyncWith):
         UpdateRolledBackError
             Too few servers took the version: a load was refused, or a foreign adapter holds the
             name. The version was unloaded again, and its predecessor stays in force.
+
+        Notes
+        -----
+        A cancelled call waits for the update's end.
         """
         if not isinstance(adapter, LoraVersion):
             raise TypeError(
                 f"adapter: expected what LoraFiles.publish returned, got {type(adapter).__name__}"
             )
         async with self._busy:
-            note = read_fleet_note(self.bus)
-            require_awake(self.servers, () if note is None else note.asleep, "load adapter")
-            began = time.monotonic()
-            before = await asyncio.gather(*(self._loaded(each, adapter) for each in self.servers))
-            others = [n for each in before for n, name in each if name != adapter.name]
-            older = [n for n in others if n < adapter.version]
-            previous = max(older or others, default=None)
-            reports = [ServerReport(address=server.address, ranks=1) for server in self.servers]
-            report = UpdateReport(
-                version=adapter.version, previous=previous, servers=reports, life=adapter.name
-            )
-            pairs = list(zip(self.servers, reports, strict=True))
-            loaded = await asyncio.gather(*(self._load(*pair, adapter) for pair in pairs))
-            if sum(loaded) < self.quorum:
-                await asyncio.gather(*(self._unload(*pair, adapter) for pair in pairs))
-                causes = [f"{each.address}: {each.error}" for each in reports if each.error]
-                raise UpdateRolledBackError(adapter.version, previous, "; ".join(causes))
-            say_version(self.bus, adapter.version)
-            for pair in pairs:
-                there = [name for _, name in await self._loaded(pair[0], adapter)]
-                for old in past_keeping(there, adapter.name, self.keep):
-                    await self._unload(*pair, msgspec.structs.replace(adapter, name=old, path=""))
-            report.total_s = time.monotonic() - began
-            return report
+            return await to_the_end(self._update(adapter), ShmbusError)
+
+    async def _update(self, adapter: LoraVersion) -> UpdateReport:
+        note = read_fleet_note(self.bus)
+        require_awake(self.servers, () if note is None else note.asleep, "load adapter")
+        began = time.monotonic()
+        before = await asyncio.gather(*(self._loaded(each, adapter) for each in self.servers))
+        others = [n for each in before for n, name in each if name != adapter.name]
+        older = [n for n in others if n < adapter.version]
+        previous = max(older or others, default=None)
+        reports = [ServerReport(address=server.address, ranks=1) for server in self.servers]
+        report = UpdateReport(
+            version=adapter.version, previous=previous, servers=reports, life=adapter.name
+        )
+        pairs = list(zip(self.servers, reports, strict=True))
+        loaded = await asyncio.gather(*(self._load(*pair, adapter) for pair in pairs))
+        if sum(loaded) < self.quorum:
+            await asyncio.gather(*(self._unload(*pair, adapter) for pair in pairs))
+            causes = [f"{each.address}: {each.error}" for each in reports if each.error]
+            raise UpdateRolledBackError(adapter.version, previous, "; ".join(causes))
+        say_version(self.bus, adapter.version)
+        await asyncio.gather(*(self._unload_old(*pair, adapter) for pair in pairs))
+        report.total_s = time.monotonic() - began
+        return report
 
     async def _load(
         self, server: InferenceServer, report: ServerReport, adapter: LoraVersion
@@ -185,6 +190,13 @@ class LoraFleet(ClosedByAsyncWith):
                 await server.unload_adapter(adapter.name, self.timeout)
         except Exception as error:
             report.warning = str(as_engine_error(server, error))
+
+    async def _unload_old(
+        self, server: InferenceServer, report: ServerReport, adapter: LoraVersion
+    ) -> None:
+        there = [name for _, name in await self._loaded(server, adapter)]
+        for old in past_keeping(there, adapter.name, self.keep):
+            await self._unload(server, report, msgspec.structs.replace(adapter, name=old, path=""))
 
     async def _loaded(self, server: InferenceServer, adapter: LoraVersion) -> list[tuple[int, str]]:
         """List version and name of every loaded publication of this adapter, from any process."""

@@ -203,7 +203,11 @@ class ManagedServer(HttpServer):
         return not (self.running and await self._answers())
 
     async def __aenter__(self) -> ManagedServer:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:  # a cancelled start leaves a process behind
+            await self.end()
+            raise
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

@@ -84,7 +84,7 @@ class ServerReport(msgspec.Struct, kw_only=True):
     state : "serving" | "asleep" | "paused" | "unknown" | "gone"
         Unknown: the server does not answer. Gone: no process listens at its address any more.
     paused_s, load_s : float
-        Seconds from pause to resume, and of loading.
+        Seconds from pause to resume, 0 without a resume, and of loading.
     error : str
         Reason for not taking the version; empty after success.
     warning : str

@@ -74,6 +74,9 @@ class RankRows:
 
     def of(self, server: Addressed) -> list[ReaderStatus]:
         """Return the rows of a server's living ranks; empty before a publication."""
+        return self._look(server)[0]
+
+    def _look(self, server: Addressed) -> tuple[list[ReaderStatus], PoolStatus | None]:
         return rows_of_server(self._bus, server.address)
 
     def are_loading(self, server: Addressed) -> bool:
@@ -95,7 +98,7 @@ class RankRows:
         deadline = time.monotonic() + timeout
         await asyncio.sleep(HEARD_S)
         while True:
-            rows, pool = self.of(server), self._pool()
+            rows, pool = self._look(server)
             there = [
                 row
                 for row in rows
@@ -158,8 +161,7 @@ class RankRows:
 
     def whole_version(self, server: Addressed, ranks: int) -> int | None:
         """Return the version common to every whole rank; None for mixed or torn ranks."""
-        rows = self.of(server)
-        pool = self._pool()
+        rows, pool = self._look(server)
         versions = {(row.applied_sequence, row.applied_version) for row in rows}
         whole = len(rows) >= ranks and all(
             is_whole(row) and (pool is None or was_published(row, pool)) for row in rows
@@ -195,20 +197,16 @@ class RankRows:
 
     def life(self, version: int) -> str:
         """Name a number's last publication; empty without a slot for the number."""
-        pool = self._pool()
-        sequence = _newest_of(pool, version)
-        return "" if pool is None or sequence == 0 else life_name(pool.life, sequence)
-
-    def _pool(self) -> PoolStatus | None:
         try:
-            return read_pool(self._bus, WEIGHTS)
+            pool = read_pool(self._bus, WEIGHTS)
         except BusNotFoundError:
-            return None
+            return ""
+        sequence = _newest_of(pool, version)
+        return life_name(pool.life, sequence) if sequence else ""
 
     def missing(self, server: Addressed, ranks: int, version: int) -> Missing | None:
         """Return the obstacle to a version on every rank; None without an obstacle."""
-        rows = self.of(server)
-        pool = self._pool()
+        rows, pool = self._look(server)
         true = [row for row in rows if pool is None or was_published(row, pool)]
         runs = [row for row in true if is_whole(row) and row.applied_version == version]
         if len(rows) >= ranks and len(runs) == len(rows) and _are_of_newest(runs, version, pool):

@@ -141,7 +141,7 @@ def _running(bus: str, server: VllmServer, count: int) -> ReaderStatus:
         raise _refuse(server, f"bus {bus!r}: {NO_ROW}")
     if found.sleeps or found.state in ("loading", "unknown"):
         raise _refuse(server, found.why or "an update of its weights is under way")
-    rows = rows_of_server(bus, server.address)
+    rows, _ = rows_of_server(bus, server.address)
     if len(rows) < count or not found.life:
         raise _refuse(server, f"bus {bus!r}: {len(rows)} of {count} ranks, expected one version")
     return rows[0]

@@ -122,8 +122,9 @@ class Watcher:
         if walks:
             self.sorted = status.groups_incomplete, status.groups_complete
             self._next_walk_s = now + (time.monotonic() - began_s) * (1 / self._share - 1)
-        verdict = judge(joined, self.groups.groups, still_s=self.still_s)
-        oldest = self.groups.groups[: limits.STATUS_GROUPS]
+        groups = self.groups
+        verdict = judge(joined, groups.groups, omitted=groups.omitted, still_s=self.still_s)
+        oldest = groups.groups[: limits.STATUS_GROUPS]
         self.status = msgspec.structs.replace(joined, verdict=verdict, oldest_incomplete=oldest)
         self._compare(status, now)
         self._before, self._at_s = status, now

@@ -79,7 +79,7 @@ def read_status(
     if wants is not None:
         status = _with_waiting(status, os.getpid())
     groups = read_groups(name, ask=status.daemon is not None and status.daemon.answers)
-    verdict = judge(status, groups.groups, still_s=still_s, wants=wants)
+    verdict = judge(status, groups.groups, omitted=groups.omitted, still_s=still_s, wants=wants)
     oldest = groups.groups[: limits.STATUS_GROUPS]
     return replace(status, verdict=verdict, oldest_incomplete=oldest)
 

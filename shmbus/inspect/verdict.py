@@ -104,10 +104,12 @@ def judge(
     status: BusStatus,
     groups: Sequence[GroupCells] = (),
     *,
+    omitted: int = 0,
     still_s: float | None = None,
     wants: str | None = None,
 ) -> Verdict:
-    """Judge a bus: name its obstacles, the first in a sentence; `wants` of a waiting process."""
+    """Judge a bus by its status and its oldest groups; `wants` of a waiting process."""
+    least = "at least " if omitted else ""
     quality = _precision_gap(status) if wants is None else ()
     wants = wants or ""
     findings = [
@@ -118,10 +120,10 @@ def judge(
         *_engines(status),
         *_asleep(status, wants),
         *_space(status),
-        *_producers(status, groups),
+        *_producers(status, groups, least),
         *_nobody_sends(status, groups, wants),
         *_requests(status, groups, wants),
-        *_failures(status, groups),
+        *_failures(status, groups, least),
         *_trainers(status, groups, wants),
         *_stillness(status, still_s),
         *quality,
@@ -501,7 +503,7 @@ def _holder(status: BusStatus) -> tuple[str, list[str]]:
 # -- groups wait for producers ------------------------------------------------------------------
 
 
-def _producers(status: BusStatus, groups: Sequence[GroupCells]) -> Iterator[Finding]:
+def _producers(status: BusStatus, groups: Sequence[GroupCells], least: str) -> Iterator[Finding]:
     waited = waiting_for(groups, status.producers)
     blamed = Counter(number for number in waited if number is not None)
     for producer in status.producers:
@@ -510,14 +512,14 @@ def _producers(status: BusStatus, groups: Sequence[GroupCells]) -> Iterator[Find
         reserved = bool(producer.reservations) and producer.state == "alive"
         if not waits and producer.state != "dead" and not producer.stopped and not reserved:
             continue
-        yield from _producer(producer, waits, share)
+        yield from _producer(producer, waits, share, least)
 
 
-def _producer(producer: ProducerStatus, waits: int, share: float) -> Iterator[Finding]:
+def _producer(producer: ProducerStatus, waits: int, share: float, least: str) -> Iterator[Finding]:
     """Yield a finding on a producer awaited alone by `waits` groups, if noteworthy."""
     name = producer_name(producer)
     each = "waits" if waits == 1 else "wait"
-    groups = f"{several(waits, 'group')} {each} for it alone"
+    groups = f"{least}{several(waits, 'group')} {each} for it alone"
     advice = ""
     idle_s = producer.idle_s or 0.0
     silent = idle_s >= SILENT_S
@@ -678,7 +680,7 @@ def _held_back(held: list[ProducerStatus], workers: int) -> Finding:
     )
 
 
-def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> Iterator[Finding]:
+def _failures(status: BusStatus, groups: Sequence[GroupCells], least: str) -> Iterator[Finding]:
     failing = final = samples = 0
     by: Counter[int] = Counter()
     reasons: Counter[str] = Counter()
@@ -709,12 +711,13 @@ def _failures(status: BusStatus, groups: Sequence[GroupCells]) -> Iterator[Findi
     who = [names.get(number, f"producer {number}") for number, _ in by.most_common(_NAMED)]
     reason, alike = reasons.most_common(1)[0]
     if many:
-        what = f"{several(samples, 'sample')} failed, {show_count(alike)} of them alike"
+        failed_samples = f"{least.capitalize()}{several(samples, 'sample')} failed"
+        what = f"{failed_samples}, {show_count(alike)} of them alike"
         advice = "see what they have in common; " + (
             "set sample_retries to have them made again" if final else "they are asked for again"
         )
     else:
-        what = f"{several(failing, 'group', 'have')} a failed sample"
+        what = f"{least.capitalize()}{several(failing, 'group', 'have')} a failed sample"
         advice = "" if status.wanted else "set sample_retries to have them made again"
     yield Finding(
         kind="failures",

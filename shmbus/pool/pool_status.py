@@ -101,18 +101,18 @@ class PoolStatus(msgspec.Struct, frozen=True, kw_only=True):
     readers: list[ReaderStatus]
 
 
-def read_pool(bus: str, kind: str) -> PoolStatus:
-    """Read the status of a pool."""
+def read_pool(bus: str, kind: str, begins: str = "") -> PoolStatus:
+    """Read the status of a pool, with the readers whose label begins so."""
     pool = open_pool(bus, kind, read_only=True, wait_s=0)
     try:
-        return status_of_pool(bus, kind, pool)
+        return status_of_pool(bus, kind, pool, begins)
     finally:
         pool.close()
 
 
-def status_of_pool(bus: str, kind: str, pool: _core.SlotPool) -> PoolStatus:
-    """Describe an open pool."""
-    rows = _core.pool_rows(pool)
+def status_of_pool(bus: str, kind: str, pool: _core.SlotPool, begins: str = "") -> PoolStatus:
+    """Describe an open pool, with the readers whose label begins so."""
+    rows = _core.pool_rows(pool, begins)
     life = rows["life"]
     readers = [_reader(row, life) for row in rows["readers"]]
     slots = [_slot(row, readers) for row in rows["slots"]]

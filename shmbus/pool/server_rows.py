@@ -77,14 +77,13 @@ def server_of_label(label: str) -> str:
     return name if "://" in name and rank.isdecimal() else ""
 
 
-def rows_of_server(bus: str, address: str) -> list[ReaderStatus]:
-    """Return the rows of a server's living ranks; empty before the first pool of weights."""
+def rows_of_server(bus: str, address: str) -> tuple[list[ReaderStatus], PoolStatus | None]:
+    """Return the rows of a server's living ranks, and the pool; the cost of a row of its own."""
     try:
-        readers = read_pool(bus, WEIGHTS).readers
+        pool = read_pool(bus, WEIGHTS, f"{row_name(address)}{_RANK}")
     except (BusNotFoundError, LayoutMismatchError):  # the pool is still under construction
-        return []
-    begins = f"{row_name(address)}{_RANK}"
-    return [row for row in readers if row.state == "alive" and row.label.startswith(begins)]
+        return [], None
+    return [row for row in pool.readers if row.state == "alive"], pool
 
 
 def drop_dead_rows(bus: str, drops: Callable[[str], bool]) -> None:

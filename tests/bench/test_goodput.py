@@ -138,6 +138,30 @@ def test_a_kept_part_is_not_measured_again(part_of: Any) -> None:
     assert again.figures["parts"] == first.figures["parts"] and not (place / "log").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mp_queue-0/part", ["--resume", "--contender", "mp_queue"]),
+        ("soak/pieces", ["--soak", "1"]),
+    ],
+)
+def test_an_unreadable_part_is_named(name: str, options: list[str], tmp_path: Path) -> None:
+    damaged = tmp_path / name
+    damaged.parent.mkdir()
+    damaged.touch()
+    given = goodput.parser().parse_args(["--tiny", *options, "--parts", str(tmp_path)])
+    with pytest.raises(MeasurementError, match=str(damaged)):
+        goodput.measure(given)
+
+
+def test_a_part_that_cannot_be_kept_leaves_the_one_before(tmp_path: Path) -> None:
+    goodput.keep(tmp_path / "part", [1])
+    (tmp_path / "part.new").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        goodput.keep(tmp_path / "part", [1, 2])
+    assert goodput.kept(tmp_path / "part") == [1]
+
+
 def test_a_soak_goes_on_from_its_pieces_and_ends_in_order_when_interrupted(
     spawn: Spawner, tmp_path: Path
 ) -> None:
@@ -169,6 +193,7 @@ def test_a_soak_goes_on_from_its_pieces_and_ends_in_order_when_interrupted(
         ('{"kills": ["printer"]}', "unknown ['printer']"),
         ('{"kills": "worker"}', "kills: expected a list"),
         ('{"seeds": [0.5]}', "seeds: expected whole numbers"),
+        ('{"seeds": []}', "seeds: expected whole numbers"),
         ('{"plant": "both"}', "plant: expected one of"),
     ],
 )

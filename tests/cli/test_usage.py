@@ -37,6 +37,11 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         for share in ("0", "1", "nan", "half")
     ),
     ("weights", ("--verify", "--resume"), "not allowed with argument"),
+    ("weights", ("--server", "http://127.0.0.1:8000"), "--server: expected with --verify"),
+    *(
+        ("weights", ("--kind", kind), "expected a kind of lower-case letters")
+        for kind in ("", "a/b", "Weights")
+    ),
 ]
 
 
@@ -59,6 +64,9 @@ def test_a_wrong_option_is_a_usage_error_before_anything_is_made(
         (("web", "--host", ""), {}, "got nothing"),
         (("web",), {"SHMBUS_WEB_TOKEN": "\u00e9" * 20}, "ASCII letters and digits"),
         (("list", "--jsn"), {}, "unrecognized arguments"),
+        (("demo", "--group-size", "1"), {}, "expected 2 or more, got 1"),
+        (("demo", "--workers", "x"), {}, "expected 1 or more, got x"),
+        (("demo", "--model", "FOLDER"), {}, "--engine vllm needs --model"),
     ],
 )
 def test_a_wrong_word_is_refused(line: tuple[str, ...], env: dict[str, str], said: str) -> None:

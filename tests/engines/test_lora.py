@@ -18,7 +18,7 @@ from fork_server import TEMPLATE
 from safetensors.torch import load_file
 from small_engine import Running
 from small_lora import SmallLora
-from trainers import TIMEOUT_S
+from trainers import SHORT_S, TIMEOUT_S
 
 from shmbus import Bus
 from shmbus.engines import LoraFleet, SglangServer, UpdateReport, UpdateRolledBackError, VllmServer
@@ -69,7 +69,7 @@ def server_of(running: Running, kind: str) -> Any:
 
 
 async def bring(bus: str, adapter: LoraVersion, *servers: Any, **options: Any) -> UpdateReport:
-    async with LoraFleet(servers, bus=bus, timeout=TIMEOUT_S, **options) as fleet:
+    async with LoraFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options}) as fleet:
         return await fleet.update(adapter)
 
 
@@ -178,6 +178,21 @@ async def test_a_version_is_for_all_or_none(
     assert [each.version for each in report.servers] == [2, 2]
 
 
+async def test_a_cancelled_update_is_ended_first(bus: Bus, servers: Any, folder: Path) -> None:
+    running = [servers(1, SmallLora), servers(1, SmallLora)]
+    both = [server_of(each, "vllm") for each in running]
+    await running[1].fault("load", "hang")
+    made = LoraFiles(folder, "run1", CONFIG).publish(lora_state(Peft()), 1)
+    task = asyncio.ensure_future(bring(bus.name, made, *both, timeout=SHORT_S))
+    while made.name not in await both[0].adapters(TIMEOUT_S):
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for server in both:
+        assert set(await server.adapters(TIMEOUT_S)) == {"base"}
+
+
 @pytest.mark.parametrize("verb", ["load_adapter", "adapters", "unload_adapter"])
 async def test_a_users_error_fails_its_server(
     verb: str, bus: Bus, servers: Any, folder: Path
@@ -204,6 +219,26 @@ async def test_a_users_error_fails_its_server(
         report = await bring(bus.name, second, *both, keep=1)
         assert "their own code" in report.servers[0].warning
         assert report.servers[1].warning == ""
+
+
+async def test_old_versions_leave_all_servers_at_once(bus: Bus, servers: Any, folder: Path) -> None:
+    asked: set[str] = set()
+    both = asyncio.Event()
+
+    class Waiting(VllmServer):
+        async def unload_adapter(self, name: str, timeout: float) -> None:
+            asked.add(self.address)
+            if len(asked) == 2:
+                both.set()
+            await asyncio.wait_for(both.wait(), timeout)
+            await super().unload_adapter(name, timeout)
+
+    running = [Waiting(servers(1, SmallLora).url) for _ in range(2)]
+    files = LoraFiles(folder, "run1", CONFIG)
+    for version in (1, 2):
+        made = files.publish(lora_state(Peft()), version)
+        report = await bring(bus.name, made, *running, keep=1, timeout=SHORT_S)
+    assert [each.warning for each in report.servers] == ["", ""]
 
 
 async def test_an_older_version_is_loaded_and_stays(bus: Bus, servers: Any, folder: Path) -> None:

@@ -141,6 +141,18 @@ asyncio.run(main())
     wait_until(lambda: not is_alive(pid))
 
 
+async def test_a_start_without_patience_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)", "{checkpoint}"]
+    url = f"http://127.0.0.1:{free_port()}"
+    server = ManagedServer(command, url=url, checkpoint=tmp_path)
+    entering = asyncio.ensure_future(server.__aenter__())
+    await asyncio.to_thread(wait_until, lambda: server.running)
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert not server.running
+
+
 @pytest.mark.parametrize("end_s", [0.0, 1.0])
 async def test_a_foreign_answer_is_no_start(trainer: Trainer, tmp_path: Path, end_s: float) -> None:
     async with server_of(tmp_path / "latest") as stranger:

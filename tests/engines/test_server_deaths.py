@@ -32,6 +32,7 @@ async def test_a_killed_server_is_gone_alone(kind: str, step: str, scene: Scene)
         assert report.servers[0].version == 2 and report.servers[0].state == "serving"
         assert report.servers[1].version != 2 or step == "resume"
         assert report.servers[1].error and running[1].url in report.servers[1].error
+        assert report.servers[1].paused_s >= 0
         assert await running[0].tokens(2) == [2.0, 2.0]
         report = await fleet.update(scene.trainer, 3)
         assert report.servers[1].state == "gone" and report.torn == []
@@ -47,7 +48,7 @@ async def test_a_stopped_server_costs_its_deadline(kind: str, step: str, scene: 
         await running[1].fault(step, "stop")
         report = await fleet.update(scene.trainer, 2)
         assert report.servers[0].version == 2
-        assert report.torn == [running[1].url]
+        assert report.torn == [running[1].url] and report.servers[1].paused_s == 0
         assert paused_by(scene.bus.name) is not None
         running[1].signal(signal.SIGCONT)
     async with scene.fleet(*running, timeout=5.0) as fleet:
@@ -69,9 +70,25 @@ async def test_it_is_paused_again_before_healing(kind: str, bus: Bus, servers: A
     async with fleet_of(bus.name, *running) as fleet:
         report = await fleet.recover()
     assert report is not None and [each.version for each in report.servers] == [2, 2]
-    assert report.torn == [] and paused_by(bus.name) is None
+    assert report.torn == [] and paused_by(bus.name) is None and report.total_s > 0
     answer = (await request)["tokens"]
     assert "torn" not in answer and answer[-1] == 2.0
+    for each in running:
+        assert not await each.paused() and await each.tokens(2) == [2.0] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancelled_recovery_is_ended_first(kind: str, bus: Bus, servers: Any) -> None:
+    running = [servers(1, kind), servers(1, kind)]
+    process = start_trainer(bus.name, kind, running, "update", False, signal.SIGKILL)
+    await asyncio.to_thread(process.join, 60)
+    async with fleet_of(bus.name, *running) as fleet:
+        task = asyncio.ensure_future(fleet.recover())
+        await asyncio.sleep(0.01)
+        assert task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert paused_by(bus.name) is None
     for each in running:
         assert not await each.paused() and await each.tokens(2) == [2.0] * 2
 

@@ -95,10 +95,11 @@ async def test_weights_wake_before_the_cache(
         await fleet.update(scene.trainer, 1)
         kept = await in_flight(running[0], 200)
         report = await fleet.sleep(level)
-        assert [each.state for each in report.servers] == ["asleep"] * 2
+        assert [(each.state, each.paused_s) for each in report.servers] == [("asleep", 0.0)] * 2
         assert scene.bus.paused == (None if mode == "keep" else ASLEEP_REASON)
         report = await fleet.wake(scene.trainer, 2)
         assert [(each.state, each.version) for each in report.servers] == [("serving", 2)] * 2
+        assert all(0 < each.paused_s < report.total_s for each in report.servers)
     tokens = (await kept)["tokens"]
     assert "torn" not in tokens and tokens[-1] == (2.0 if mode == "keep" else 1.0)
     for each in running:

@@ -234,6 +234,23 @@ def test_failures_alike_are_one_line(bus_name: str) -> None:
             assert line == "  failed: p0[1], p0[2], p0[3] and 27 more, once: timed out"
 
 
+@pytest.mark.parametrize(("omitted", "least"), [(0, ""), (1, "at least ")])
+def test_counts_of_the_oldest_groups_alone_are_lower_bounds(
+    omitted: int, least: str, bus_name: str
+) -> None:
+    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
+        status, number = read_status(bus_name), producer.producer_id
+    waiting = [group(f"p{at}", cell(0, number), cell(1, number)) for at in range(2)]
+    failed = SampleCell(index=1, producer=number, state="asked", reason="timed out")
+    failing = [group(f"q{at}", cell(0, number), failed, size=2) for at in range(4)]
+    for groups, said in (
+        (waiting, f"is the slowest: {least}2 groups wait for it alone"),
+        (failing, f"{least.capitalize()}4 samples failed, 4 of them alike"),
+    ):
+        found = judge(status, groups, omitted=omitted).findings
+        assert any(said in finding.what for finding in found), found
+
+
 def test_a_trainers_wait_is_counted(bus_name: str, daemon: Callable[..., object]) -> None:
     daemon("--capacity", "1MiB")
 

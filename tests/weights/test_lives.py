@@ -1,9 +1,11 @@
 """Numbers of versions: they rise within a life, and readers follow from one life to the next."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from weight_models import many
 
 from shmbus import BusRemovedError, WaitTimeoutError
 from shmbus.engines.rows import RankRows
-from shmbus.pool import read_pool, unlink_pool
+from shmbus.pool import pool_status, read_pool, unlink_pool
 from shmbus.pool.pool_file import pool_path
 from shmbus.weights import ModuleSource, VersionOrderError, WeightPublisher, WeightSubscriber
 
@@ -187,6 +189,27 @@ def test_a_number_of_an_earlier_life_is_not_taken_for_the_new_version(bus_name: 
                 weights.load_into(trainer.model)
             assert rows.missing(Named(), 1, 7) is None
             assert rows.whole_version(Named(), 1) == 7
+
+
+def test_a_look_at_one_server_reads_its_rows_alone(
+    bus_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = [f"{Named.address}{more} rank {rank}" for more in ("", "0", "1") for rank in (0, 1)]
+    described: list[str] = []
+    describe = pool_status._reader
+
+    def counting(row: dict[str, Any], life: int) -> pool_status.ReaderStatus:
+        described.append(row["label"])
+        return describe(row, life)
+
+    trainer = Trainer(bus_name)
+    with trainer.publisher, contextlib.ExitStack() as stack:
+        trainer.publish(7, 1)
+        for label in labels:
+            stack.enter_context(WeightSubscriber(bus_name, label=label)).latest(timeout=5).close()
+        monkeypatch.setattr(pool_status, "_reader", counting)
+        assert RankRows(bus_name).missing(Named(), 2, 7) is not None
+    assert described == labels[:2]
 
 
 def test_weights_that_were_removed_are_not_published_to_nobody(bus_name: str) -> None:

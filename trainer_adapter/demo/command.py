@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ def add_parser(commands: Commands) -> None:
         "  shmbus demo --seed 3 --output /tmp/run3\n"
         "  shmbus demo --engine vllm --model FOLDER  # resumes after a kill",
     )
-    for option, default, help in (
-        ("--workers", 4, "rollout processes"),
-        ("--group-size", 8, "completions a prompt"),
-        ("--steps", None, "optimizer steps"),
+    for option, least, default, help in (
+        ("--workers", 1, 4, "rollout processes"),
+        ("--group-size", 2, 8, "completions a prompt"),
+        ("--steps", 1, None, "optimizer steps"),
     ):
         parser.add_argument(
             option,
-            type=_count,
+            type=_from(least),
             default=default,
             help=help if default is None else f"{help} (default {default})",
         )
@@ -53,15 +54,20 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
+def _from(least: int) -> Callable[[str], int]:
+    def take(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
+        return int(text)
+
+    return take
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; return 1 with a hint for missing packages or options."""
+    """Run the demo; return 1 with a hint for missing packages, 2 for options that do not fit."""
+    if bool(arguments.engine) != bool(arguments.model) or (arguments.engine and arguments.chaos):
+        print("shmbus demo: --engine vllm needs --model FOLDER, without --chaos", file=sys.stderr)
+        return 2
     needed = ["torch", "matplotlib"]
     install = "pip install 'shmbus[demo]'"
     if arguments.engine:
@@ -70,9 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         print(f"shmbus demo needs {', '.join(missing)}: {install}", file=sys.stderr)
-        return 1
-    if bool(arguments.engine) != bool(arguments.model) or (arguments.engine and arguments.chaos):
-        print("shmbus demo: --engine vllm needs --model FOLDER, without --chaos", file=sys.stderr)
         return 1
     options = {name: value for name, value in vars(arguments).items() if value is not None}
     if arguments.engine:

@@ -265,7 +265,9 @@ static PyObject *describe_reader(const struct pool *pool, uint32_t index) {
         "error", FIELD_TEXT(row->error));
 }
 
-static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyObject *readers) {
+static bool fill(const struct pool *pool, const char *begins, PyObject *slots, PyObject *ranks,
+                 PyObject *readers) {
+    const size_t length = strlen(begins);
     uint64_t latest = lease_newest(pool);
     for (uint32_t i = 0; i < pool->max_slots; i++) {
         if (!py_append(slots, describe_slot(pool, i, latest))) {
@@ -278,7 +280,9 @@ static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyOb
         }
     }
     for (uint32_t i = 0; i < POOL_MAX_READERS; i++) {
-        if (rows_reader_life(pool, i) != ROW_FREE &&
+        if (length <= POOL_LABEL_BYTES &&
+            strncmp(pool->reader_rows[i].label, begins, length) == 0 &&
+            rows_reader_life(pool, i) != ROW_FREE &&
             !py_append(readers, describe_reader(pool, i))) {
             return false;
         }
@@ -286,17 +290,20 @@ static bool fill(const struct pool *pool, PyObject *slots, PyObject *ranks, PyOb
     return true;
 }
 
-/* pool_rows(pool): the tables, without unowned rows. */
+/* pool_rows(pool, begins=""): the tables, without unowned rows; of the readers those whose label
+ * begins so. */
 static PyObject *py_pool_rows(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *self;
-    if (!PyArg_ParseTuple(args, "O!", &PoolType, &self) || !py_companion_usable(&self->base)) {
+    const char *begins = "";
+    if (!PyArg_ParseTuple(args, "O!|s", &PoolType, &self, &begins) ||
+        !py_companion_usable(&self->base)) {
         return NULL;
     }
     const struct pool_header *header = self->c.header;
     PyObject *slots = PyList_New(0), *ranks = PyList_New(0), *readers = PyList_New(0);
     PyObject *result = NULL;
     if (slots != NULL && ranks != NULL && readers != NULL &&
-        fill(&self->c, slots, ranks, readers)) {
+        fill(&self->c, begins, slots, ranks, readers)) {
         result = Py_BuildValue("{s:O,s:O,s:O,s:I,s:K,s:K,s:K,s:K}", "slots", slots, "ranks", ranks,
                                "readers", readers, "slots_open", RELAXED(header->slots_open),
                                "published", U64(RELAXED(header->published)), "skipped",
