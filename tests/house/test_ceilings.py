@@ -6,8 +6,8 @@ from test_style import ROOT, tree
 CODE = (".py", ".pyi", ".c", ".h")
 #: Lines of code by top folder.
 CEILINGS = {
-    ("shmbus", "shmbus_ext", "trainer_adapter"): 109_400,
-    ("tests",): 93_700,
+    ("shmbus", "shmbus_ext", "trainer_adapter"): 108_700,
+    ("tests",): 92_000,
     ("bench",): 9_000,
 }
 MOST_WORDS_OF_MARKDOWN = 48_000
