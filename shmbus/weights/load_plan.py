@@ -156,8 +156,10 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         #: it.
         self._sources: dict[int, tuple[Any, int]] = {}
         self._memories: dict[int, _Memory] = {}
-        self._modules: dict[int, torch.nn.Module] = {}
-        self._owners: dict[int, frozenset[int]] = {}
+        self._modules = {id(module): module for module in model.modules()}
+        self._order = [*self._modules]
+        #: Place of the last found owner: loaders go through a model in its order.
+        self._near = 0
         self._read: set[str] = set()
         self._computed: set[str] = set()
         self._owned: dict[str, set[int]] = {}
@@ -195,7 +197,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "copy_":
             self._copied(args[0], args[1])
         elif name in _COPIES:
-            self._copied(made, args[0])
+            self._copied(made, args[0], is_new=True)
         elif name in _CONSTANTS:
             self._overwritten(args[0])
         elif name not in _BLIND:
@@ -244,7 +246,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = self._memory(tensor)
         return set() if memory is None else self._names_in(memory)
 
-    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copied(self, target: torch.Tensor, source: torch.Tensor, *, is_new: bool = False) -> None:
         if target.is_meta or source.is_meta or target.numel() == 0:
             return
         names = self._names(source)
@@ -253,7 +255,10 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._foreign.add(target.untyped_storage().data_ptr())
             return
         self._read |= names
-        memory = self._memory(target) or self._known(target)
+        memory = self._memory(target)
+        if memory is None:
+            memory = _Memory(target, frozenset() if is_new else self._owner_of(target))
+            self._memories[target.untyped_storage().data_ptr()] = memory
         for name in names:
             self._owned.setdefault(name, set()).update(memory.owners)
         found = self._traced(target, source)
@@ -266,29 +271,14 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if passed is not None:
             passed.passed_on = True
 
-    def _known(self, target: torch.Tensor) -> _Memory:
-        made = self._memories[target.untyped_storage().data_ptr()] = _Memory(
-            target, self._owners_of(target)
-        )
-        return made
-
-    def _owners_of(self, target: torch.Tensor) -> frozenset[int]:
-        """Return the ids of the modules that own the memory."""
+    def _owner_of(self, target: torch.Tensor) -> frozenset[int]:
+        """Return the id of a module that owns the memory now; nothing for memory of no module."""
         address = target.untyped_storage().data_ptr()
-        for _ in range(2):
-            found = self._owners.get(address)
-            if found is not None and any(
-                each.untyped_storage().data_ptr() == address
-                for owner in found
-                for each in _own_tensors(self._modules[owner])
-            ):
-                return found
-            owners: dict[int, set[int]] = {}
-            for module in self._model.modules():
-                self._modules[id(module)] = module
-                for each in _own_tensors(module):
-                    owners.setdefault(each.untyped_storage().data_ptr(), set()).add(id(module))
-            self._owners = {at: frozenset(modules) for at, modules in owners.items()}
+        for at in (*range(self._near, len(self._order)), *range(self._near)):
+            module = self._modules[self._order[at]]
+            if any(each.untyped_storage().data_ptr() == address for each in _own_tensors(module)):
+                self._near = at
+                return frozenset({self._order[at]})
         return frozenset()
 
     def _traced(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[_Box, _Box]] | None:
@@ -379,11 +369,14 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, may_plan: Callable[[torch.nn.Module], bool]
     ) -> list[tuple[torch.Tensor, _Memory]]:
         """Return the model's memory filled by copies; judge the memory's content."""
-        there = {
-            each.untyped_storage().data_ptr(): each
-            for module in self._model.modules()
-            for each in _own_tensors(module)
-        }
+        there: dict[int, torch.Tensor] = {}
+        owned: dict[int, set[int]] = {}
+        for module in self._model.modules():
+            self._modules[id(module)] = module
+            for each in _own_tensors(module):
+                address = each.untyped_storage().data_ptr()
+                there[address] = each
+                owned.setdefault(address, set()).add(id(module))
         kept: list[tuple[torch.Tensor, _Memory]] = []
         for address, memory in list(self._memories.items()):
             if memory.alive.expired() or address not in there:
@@ -392,7 +385,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kept.append((there[address], memory))
             if memory.mixed:
                 self._computed |= self._names_in(memory)
-            owners = self._owners_of(there[address]) | memory.owners
+            owners = owned[address] | memory.owners
             if not all(may_plan(self._modules[owner]) for owner in owners):
                 memory.mixed |= self._names_in(memory)
                 self._computed |= memory.mixed

@@ -14,7 +14,7 @@ from shmbus.engines.rank_loader import PlannedLoader
 from shmbus.errors import DamagedError
 from shmbus.tensors.copy_plan import CopyPlan
 from shmbus.tensors.copy_table import Pair
-from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
+from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber, load_plan
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
@@ -84,6 +84,22 @@ class Counted:
                 yield name, tensor
 
         self.model.load_weights(seen())  # type: ignore[operator]
+
+
+def reloading(model: torch.nn.Module, load: Counted) -> Any:
+    """Load into new memory, as vLLM's layerwise reload does, and copy into the model's."""
+
+    def reload(tensors: Any, modules: Any) -> None:
+        with torch.no_grad():
+            kept = {name: each.data for name, each in model.named_parameters()}
+            for each in model.parameters():
+                each.data = torch.empty_like(each)
+            load(tensors, modules)
+            for name, each in model.named_parameters():
+                loaded, each.data = each.data, kept[name]
+                each.copy_(loaded)
+
+    return reload
 
 
 def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -266,6 +282,30 @@ def test_an_engine_that_rounds_what_was_published_is_named_once(
             published_as,
             engine,
         )
+
+
+def test_a_recorded_loads_work_per_tensor_is_flat_in_the_layers(
+    bus: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules visited in the first load, whose engine waits meanwhile."""
+    cpu, visited, per_tensor = torch.device("cpu"), 0, []
+
+    def counted(module: torch.nn.Module, of: Any = load_plan._own_tensors) -> Any:
+        nonlocal visited
+        visited += 1
+        return of(module)
+
+    monkeypatch.setattr(load_plan, "_own_tensors", counted)
+    for layers in (4, 32):
+        trainer = Trainer(Shape(layers=layers), seed)
+        model = FusedModel(Shape(layers=layers), device=cpu)
+        load = Counted(model)
+        with published(f"{bus}-{layers}", trainer, cpu) as following, following() as weights:
+            visited = 0
+            PlannedLoader(model, cpu, reloading(model, load)).load(weights)
+        require_loaded(model, trainer)
+        per_tensor.append(visited / len(trainer.names))
+    assert per_tensor[1] < 1.5 * per_tensor[0], per_tensor
 
 
 def test_unplannable_modules_load_each_time(bus: str, device: torch.device, seed: int) -> None:
