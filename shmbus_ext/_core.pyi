@@ -77,7 +77,6 @@ RELEASED_OFFSET: int
 REASONS: int
 LOCK_COLLECTOR: int
 LOCK_SLOT: int
-LOCK_VIEW: int
 REF_OFFSET_BITS: int
 FLAG_MOVED: int
 FLAG_FAILED: int
@@ -414,7 +413,7 @@ def lock_held(fd: int, byte: int, bytes: int = ..., /) -> bool: ...
 def lock_all(fd: int, /) -> bool: ...
 def scan_run(
     fd: int, position: int, used: int, extent: int, generation: int, below: int, /
-) -> tuple[bytes, tuple[int, int, int, int, int], int, int, int, bool]: ...
+) -> tuple[bytes, int, int]: ...
 def read_run(
     fd: int,
     position: int,

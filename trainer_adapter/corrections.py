@@ -12,24 +12,17 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shmbus.base.arguments import check_choice, check_number
 from trainer_adapter._masked import bounded_ratio, check_operands, sent
 
-__all__ = [
-    "Correction",
-    "importance_correction",
-    "overlong_penalty",
-]
+__all__ = ["Correction", "importance_correction"]
 
 Mode = Literal["truncate", "mask"]
-
-Lengths = TypeVar("Lengths", Tensor, Any)
 
 
 class Correction(NamedTuple):
@@ -128,45 +121,3 @@ def importance_correction(
             out.sum() / count,
             effective / count,
         )
-
-
-def overlong_penalty(lengths: Lengths, *, longest: int, buffer: int, scale: float = 1.0) -> Lengths:
-    """Compute DAPO's soft punishment of overlong samples, to add to their scores.
-
-    0 up to ``longest - buffer`` tokens, then falling in a straight line to ``-scale`` at `longest`,
-    constant beyond (Yu et al. 2025, DAPO, arXiv:2503.14476, equation 13, with L_max = `longest` and
-    L_cache = `buffer`; there 20,480 and 4,096).
-
-    Parameters
-    ----------
-    lengths : Tensor, array or sequence of int
-        Tokens of the samples' completions.
-    longest : int
-        From here on a sample gets the full punishment.
-    buffer : int
-        Number of tokens of its growth before `longest`; 1 to `longest`.
-    scale : float
-        The largest punishment, in units of the score.
-
-    Returns
-    -------
-    Tensor or array
-        The same number of values, 0 or less; float64, a tensor for a tensor.
-
-    Raises
-    ------
-    ValueError
-        For a buffer not below `longest`, or a non-positive scale.
-    """
-    for name, value in (("longest", longest), ("buffer", buffer), ("scale", scale)):
-        check_number(name, value)
-    if not 0 < buffer <= longest or not scale > 0:
-        raise ValueError(
-            f"buffer and scale: expected 0 < buffer <= {longest} and scale > 0, got {buffer} and "
-            f"{scale}; a fifth of longest and 1 are DAPO's"
-        )
-    if isinstance(lengths, Tensor):
-        over = lengths.to(torch.float64) - (longest - buffer)
-        return -scale * (over / buffer).clamp(0.0, 1.0)
-    counted = np.asarray(lengths, np.float64) - (longest - buffer)
-    return -scale * np.clip(counted / buffer, 0.0, 1.0)

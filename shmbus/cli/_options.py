@@ -23,7 +23,7 @@ _ALIKE: Final = 0.6
 _SYNONYMS: Final = {
     "ls": "list", "ps": "list", "stat": "status", "info": "status", "watch": "top",
     "monitor": "top", "start": "serve", "daemon": "serve", "unlink": "rm", "remove": "rm",
-    "delete": "rm", "del": "rm", "clean": "gc", "dump": "inspect", "backup": "snapshot",
+    "delete": "rm", "del": "rm", "clean": "gc", "backup": "snapshot",
 }  # fmt: skip
 
 

@@ -33,7 +33,6 @@ import shmbus
 from shmbus.base.format import printable, several, show_size
 from shmbus.cli._options import Commands, add_command, print_json
 from shmbus.inspect import leftovers
-from shmbus.pool.pool_status import read_pools
 from shmbus.segment.room import limits
 from shmbus_ext import _core
 
@@ -71,7 +70,6 @@ class Finding(msgspec.Struct, frozen=True):
 _CHECKS_OF_PAGE: Final = {
     "docs/compat.md#torch": "torch",
     "docs/errors.md#by-symptom": "round_trip",
-    "docs/errors.md#weightserror": "pools",
     "docs/faq.md#how-much-devshm": "memory shm",
     "docs/faq.md#which-platforms-which-status": "file_locks kernel locks python",
     "docs/first-hour.md#install": "msgspec numpy packages prometheus_client "
@@ -387,23 +385,6 @@ def _check_leftovers() -> Iterator[Finding]:
         )
 
 
-def _check_pools() -> Iterator[Finding]:
-    pools = read_pools()
-    for pool in pools:
-        refused = [it for it in pool.readers if it.state == "alive" and it.has_refused]
-        if refused:
-            yield Finding(
-                "pools",
-                "warn",
-                f"{refused[0].label} could not take version {refused[0].refused_version} of the "
-                f"{pool.kind} of bus {pool.bus}: {refused[0].error}",
-                f"`shmbus weights {pool.bus} --kind {pool.kind}` shows every reader",
-            )
-            return
-    size = show_size(sum(pool.size for pool in pools))
-    yield Finding("pools", "ok", f"{len(pools)} slot pools, {size}" if pools else "no slot pools")
-
-
 _CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
     _check_shm,
     _check_memory,
@@ -418,7 +399,6 @@ _CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
     _check_packages,
     _check_round_trip,
     _check_leftovers,
-    _check_pools,
 )
 
 # Runs in a child: torch takes seconds and hundreds of megabytes, and may crash on a bad driver.

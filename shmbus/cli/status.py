@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise RuntimeError(
             f"the ledger of bus {status.name!r} does not balance: "
             f"{show_count(status.ledger.unreadable)} committed trajectories cannot be found; the "
-            "next consumer counts them as corrupt. `shmbus inspect` shows where the damage is"
+            "next consumer counts them as corrupt; look for a process that writes through a view"
         )
     return 0
 

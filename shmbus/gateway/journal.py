@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 import zlib
@@ -22,8 +21,8 @@ import msgspec
 import shmbus
 from shmbus.gateway import settings
 from shmbus.http.access import Refusal
+from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import companion_name
-from shmbus.segment.own_file import open_own
 
 _MAGIC: Final = b"SHMGATE5"
 _HEAD = struct.Struct("<8sQI")
@@ -57,10 +56,13 @@ class Journal:
 
     def __init__(self, bus: shmbus.Bus) -> None:
         self.path = "/dev/shm" + companion_name("gateway", bus.name)
-        self._fd = open_own(self.path, os.O_RDWR | os.O_CREAT, f"the gateway of bus {bus.name!r}")
+        self._file = LockedFile()
+        is_locked = self._file.take(self.path, f"the gateway of bus {bus.name!r}")
+        self._fd = self._file.fd
         entries_bytes = settings.JOURNAL_ENTRIES * _ENTRY.size
         try:
-            self._lock(bus.name)
+            if not is_locked:
+                raise self._is_served(bus.name)
             head = os.pread(self._fd, _HEAD.size, 0)
             ours = len(head) == _HEAD.size and _HEAD.unpack(head)[:2] == (
                 _MAGIC,
@@ -78,7 +80,7 @@ class Journal:
                 if found[0]
             ]
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
         used = {number for number, _ in self.entries}
         self._free = [n for n in range(settings.JOURNAL_ENTRIES - 1, -1, -1) if n not in used]
@@ -98,18 +100,13 @@ class Journal:
                 "remount,size=...)"
             ) from error
 
-    def _lock(self, bus: str) -> None:
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        except OSError as error:
-            head = os.pread(self._fd, _HEAD.size, 0)
-            pid = _HEAD.unpack(head)[2] if len(head) == _HEAD.size else "unknown"
-            raise RuntimeError(
-                f"bus {bus!r}: expected no gateway, found the one with pid {pid}; use its address, "
-                "or end it first"
-            ) from error
-        # The lock tells `shmbus gc` a file in use from an abandoned file.
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
+    def _is_served(self, bus: str) -> RuntimeError:
+        head = os.pread(self._fd, _HEAD.size, 0)
+        pid = _HEAD.unpack(head)[2] if len(head) == _HEAD.size else "unknown"
+        return RuntimeError(
+            f"bus {bus!r}: expected no gateway, found the one with pid {pid}; use its address, or "
+            "end it first"
+        )
 
     def _newest(self) -> tuple[bytes | None, int]:
         found: tuple[bytes | None, int] = (None, 0)
@@ -160,4 +157,4 @@ class Journal:
         """Leave the file to a successor, or remove it."""
         if remove:
             os.unlink(self.path)
-        os.close(self._fd)
+        self._file.close()

@@ -6,7 +6,6 @@ need no feeder to take.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,6 @@ from shmbus.base.arguments import (
     check_timeout,
 )
 from shmbus.base.closing import ClosedByAnyWith
-from shmbus.base.loop_waits import LoopWaits
 from shmbus.data.prompts import encode_prompt
 from shmbus.data.schema import Schema, mapping_of, parse
 from shmbus.handles.stall import OnStall, Watch
@@ -119,7 +117,6 @@ class Feeder(ClosedByAnyWith):
         self.name = check_name(name)
         self._watch = Watch(name, on_stall, stall_timeout)
         self._declared = None if schema is None else parse(schema)
-        self._room = LoopWaits()
         self._segment = lifecycle.open_segment(name)
 
     def request(
@@ -303,30 +300,6 @@ class Feeder(ClosedByAnyWith):
             "cell for each sample; create the bus with a larger request_capacity, or send the "
             "prompt by reference"
         )
-
-    async def arequest(
-        self, instance_id: str | int, *, timeout: float | None = None, **arguments: Any
-    ) -> int:
-        """Offer a group as `request` does, without blocking the event loop.
-
-        A task cancelled during the wait (CancelledError) offered nothing.
-        """
-        check_timeout(timeout)
-        began = time.monotonic()
-        while True:
-            ticket = _core.request_want(self._segment, True)
-            try:
-                return self.request(instance_id, timeout=0, **arguments)
-            except errors.BusFullError:
-                waited_s = time.monotonic() - began
-                if timeout is not None and waited_s >= timeout:
-                    raise
-            left_s = limits.SPACE_WAIT_S
-            if timeout is not None:
-                left_s = min(left_s, timeout - waited_s)
-            sleep = functools.partial(_core.request_await, self._segment, True, ticket, left_s)
-            await self._room.wait(sleep, left_s)
-            await asyncio.to_thread(self._watch.check, self._segment, _WAITS_FOR, waited_s)
 
     @property
     def closed(self) -> bool:

@@ -47,20 +47,12 @@ class Run(msgspec.Struct, frozen=True):
 class Scan(msgspec.Struct, frozen=True):
     """The records of a run, counted."""
 
-    #: (producer, sequence) of each committed record, as pairs of u64.
+    #: (producer, sequence) of each committed record counted by its lane, as pairs of u64.
     keys: bytes
-    #: Records by state; committed without those not yet counted by their lane.
+    #: Open reservations.
     reserved: int
-    committed: int
-    aborted: int
-    released: int
-    unknown: int
-    #: Ring bytes of committed records.
-    nbytes: int
     #: Commit time of the newest, released records included; 0 without records.
     newest_ns: int
-    #: Bytes behind a damaged frame, out of a walk's reach.
-    unreadable: int
     #: True if the run was freed during the count, which makes the rest meaningless.
     changed: bool
 
@@ -82,33 +74,31 @@ class RecordRow(msgspec.Struct, frozen=True):
     generation: int
     slot: int
     offset: int
-    #: "reserved", "committed", "aborted", "released", "unknown"; "unreadable" for the last row of a
-    #: run with a damaged frame, whose nbytes cannot be walked.
+    #: "reserved", "committed", "aborted", "released" or "unknown".
     state: str
     #: "ok", or the failed checksum: "frame", "header", "payload".
     verdict: str
     nbytes: int
     producer_id: int
-    # Missing from a row of state "unreadable", like the fields below.
-    sequence: int = 0
-    lane_number: int = 0
-    flags: int = 0
-    policy_version: int = 0
-    version_span: int = 0
-    score: float = 0.0
-    group_size: int = 0
-    need: int = 0
-    index: int = 0
-    split: int = 0
-    round: int | None = None
-    committed_ns: int = 0
-    meta_offset: int = 0
-    meta_bytes: int = 0
-    payload_bytes: int = 0
-    instance_id: str = ""
-    field_count: int = 0
-    schema: bytes = b""
-    shape: bytes = b""
+    sequence: int
+    lane_number: int
+    flags: int
+    policy_version: int
+    version_span: int
+    score: float
+    group_size: int
+    need: int
+    index: int
+    split: int
+    round: int | None
+    committed_ns: int
+    meta_offset: int
+    meta_bytes: int
+    payload_bytes: int
+    instance_id: str
+    field_count: int
+    schema: bytes
+    shape: bytes
 
     @property
     def key(self) -> Hashable:
@@ -159,17 +149,3 @@ def parse_fields(schema: bytes, shape: bytes) -> list[Field]:
         )
         word += 1 + len(sizes)
     return found
-
-
-def unreadable_rest(run: Run, at: int) -> RecordRow:
-    """Stand in for everything from a damaged frame to the end of its run."""
-    return RecordRow(
-        extent=run.extent,
-        generation=run.generation,
-        slot=run.slot,
-        offset=at,
-        state="unreadable",
-        verdict="frame",
-        nbytes=run.used - at,
-        producer_id=run.producer_id,
-    )

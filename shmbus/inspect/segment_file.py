@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from shmbus import errors
 from shmbus.base.closing import ClosedByWith
 from shmbus.data.schema import decode_part
-from shmbus.inspect.records import STRUCTS, RecordRow, Run, Scan, unreadable_rest
+from shmbus.inspect.records import STRUCTS, RecordRow, Run, Scan
 from shmbus.segment.explain import not_found_error
 from shmbus.segment.names import shm_path
 from shmbus_ext import _core
@@ -257,11 +257,10 @@ class SegmentFile(ClosedByWith):
 
     def scan(self, run: Run, below: int) -> Scan:
         """Count a run's records; committed records only if their lane number lies below a bound."""
-        keys, counts, nbytes, newest_ns, end, cut = _core.scan_run(
+        found = _core.scan_run(
             self.fd, self.position(run.extent), run.used, run.extent, run.generation, below
         )
-        changed = not self.still(run)
-        return Scan(keys, *counts, nbytes, newest_ns, run.used - end if cut else 0, changed)
+        return Scan(*found, changed=not self.still(run))
 
     def read_records(self, run: Run, *, payload: bool = False) -> Iterator[RecordRow]:
         """Yield a run's records in the order of writing."""
@@ -283,7 +282,6 @@ class SegmentFile(ClosedByWith):
             for row in rows:
                 yield RecordRow(run.extent, run.generation, run.slot, *row)
             if cut:
-                yield unreadable_rest(run, end)
                 return
             at = end
 
@@ -308,11 +306,6 @@ class SegmentFile(ClosedByWith):
     def slot_alive(self, slot: int) -> bool:
         """Tell if a living process owns the slot."""
         return _core.lock_held(self.fd, _core.LOCK_SLOT + slot)
-
-    def viewed(self, run: Run) -> bool:
-        """Tell if a client of a daemon holds a view of a record there."""
-        extents = range(run.extent, run.extent + run.span)
-        return any(_core.lock_held(self.fd, _core.LOCK_VIEW + extent) for extent in extents)
 
     def collector_alive(self) -> bool:
         """Tell if a living process is the collector."""

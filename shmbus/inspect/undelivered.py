@@ -43,18 +43,15 @@ def count_undelivered(file: SegmentFile) -> int | None:
     below = [*file.slots()["committed"][:-1].tolist(), 0]
     moved = False
     keys = []
-    total = 0
     for run in file.runs():
         scan = file.scan(run, below[run.slot])
         if scan.changed:
             return None
-        moved = moved or (run.slot == file.max_producers and scan.committed > 0)
-        total += scan.committed
+        moved = moved or (run.slot == file.max_producers and bool(scan.keys))
         keys.append(scan.keys)
-    if moved:
-        # An interrupted move leaves two copies with the same identity.
-        pairs = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
-        total = len(np.unique(pairs, axis=0))
+    pairs = np.frombuffer(b"".join(keys), "<u8").reshape(-1, 2)
+    # An interrupted move leaves two copies with the same identity.
+    total = len(np.unique(pairs, axis=0) if moved else pairs)
     return total - _still_committed(file, ended)
 
 

@@ -223,8 +223,8 @@ def _damage(status: BusStatus) -> Iterator[Finding]:
             cost=1.0,
             what="The ledger does not balance: "
             f"{several(status.ledger.unreadable, 'committed trajectory')} cannot be found",
-            advice="`shmbus inspect` shows where the damage is; the next consumer counts them as "
-            "corrupt and goes on",
+            advice="the next consumer counts them as corrupt and goes on; look for a process that "
+            "writes through a view",
         )
 
 

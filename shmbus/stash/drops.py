@@ -46,7 +46,8 @@ REMEDIES = {
     "overflow": "incomplete groups held more than max_stash_bytes; raise it, or have workers "
     "finish groups before they begin others",
     "malformed": "the trainer refused it; its own message says why",
-    "corrupt": "its bytes in the segment are damaged; `shmbus inspect` shows where",
+    "corrupt": "its bytes in the segment are damaged; look for a process that writes through a "
+    "view",
     "failed": "a sample failed for good; raise sample_retries, or deliver the others by "
     "on_failure='partial'",
     "filtered": "the trainer's filter refused its group, as it may",

@@ -17,7 +17,7 @@ from shmbus.cli import doctor
 CHECKS = {
     "shm", "memory", "open_files", "locked_memory", "huge_pages", "kernel", "file_locks", "cpu",
     "python", "shmbus", "numpy", "msgspec", "uvloop", "prometheus_client",
-    "safetensors", "logout", "round_trip", "leftovers", "pools", "torch",
+    "safetensors", "logout", "round_trip", "leftovers", "torch",
 }  # fmt: skip
 
 

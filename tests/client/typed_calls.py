@@ -22,7 +22,7 @@ from trainer_adapter import (
 from trainer_adapter.attention import attention_backend, register_with_transformers
 from trainer_adapter.balance import balance, by_budget
 from trainer_adapter.compat import pad_input, unpad_input
-from trainer_adapter.corrections import importance_correction, overlong_penalty
+from trainer_adapter.corrections import importance_correction
 from trainer_adapter.losses import aggregate_loss, kl_estimate, policy_loss
 from trainer_adapter.microbatch import micro_batches
 
@@ -134,8 +134,6 @@ ExtraField(kind="token", fill=0)
 ExtraField(kind="token", fil=0)  # type: ignore[call-arg]
 importance_correction(tensor, tensor, tensor, mode="mask")
 importance_correction(tensor, tensor, tensor, mode="cut")  # type: ignore[arg-type]
-overlong_penalty([1], longest=9, buffer=3)
-overlong_penalty([1], longest=9, buffer="3")  # type: ignore[arg-type]
 consumer.drop(group, reason="filtered")
 consumer.drop(group, reson=1)  # type: ignore[call-arg]
 handler.next_batch(timeout=1.0)

@@ -483,12 +483,6 @@ class FeederParty(Party):
                 self._note(held, self._offer(held, 0, prompt=np.zeros(5000, np.int32)))
         held.handle.request("too-late", group_size=1, prompt=np.zeros(5000, np.int32))
 
-    async def await_something(self, held: Held) -> None:
-        with contextlib.suppress(shmbus.BusFullError):
-            while True:
-                self._note(held, self._offer(held, 0, prompt=np.zeros(5000, np.int32)))
-        await held.handle.arequest("too-late", group_size=1, prompt=np.zeros(5000, np.int32))
-
     def call_for(self, held: Held) -> Callable[[], Any]:
         # A new group each time: a failed call may have offered its group, as may a death there.
         self.calls = getattr(self, "calls", 0) + 1

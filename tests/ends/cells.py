@@ -115,7 +115,7 @@ PROGRAMS = ("daemon", "gateway", "relay source", "relay sink", "relay coordinato
 SIGNALS = ("SIGTERM", "SIGINT", "SIGKILL")
 LOADED = ("handler", "prefetch")
 WITH_TORCH = ("handler", "prefetch", "publisher", "subscriber", "sender", "receiver")
-AWAITED = ("producer", "consumer", "leaser", "feeder")
+AWAITED = ("producer", "consumer", "leaser")
 
 
 class Cell(NamedTuple):

@@ -97,7 +97,6 @@ OPEN_TO_THE_GATEWAY = (
     "shmbus.daemon.logs",
     "shmbus.gateway.",
     "shmbus.http.",
-    "shmbus.inspect.dump.inspect",
     "shmbus_ext._core",
 )
 

@@ -59,7 +59,7 @@ from trainer_adapter import (
     pack,
     varlen_attention,
 )
-from trainer_adapter.corrections import importance_correction, overlong_penalty
+from trainer_adapter.corrections import importance_correction
 from trainer_adapter.losses import aggregate_loss, kl_estimate, policy_loss
 
 TOKENS = np.arange(4, dtype=np.int32)
@@ -347,10 +347,6 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     "importance_correction": (
         lambda bus, **o: weigh(**o),
         {"mode": CHOICE, "high": NUMBER + of_value(-1, 0)},
-    ),
-    "overlong_penalty": (
-        lambda bus, **o: overlong_penalty([3], **{"longest": 4, "buffer": 1, **o}),
-        {"longest": NUMBER + of_value(-1), "buffer": NUMBER + of_value(-1)},
     ),
 }  # fmt: skip
 

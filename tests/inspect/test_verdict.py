@@ -214,7 +214,7 @@ def test_the_command_line_says_it_too(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
         producer.put("q", group_size=3, index=1, score=1.0, tokens=[1])
         producer.fail("q", group_size=3, index=0, reason="boom")
-        told = cli("inspect", bus_name, "--groups")
+        told = cli("inspect", bus_name)
         assert told.status == 0
         assert "x#." in told.out and "failed: q[0], once: boom" in told.out
         found = cli("inspect", bus_name, "--groups", "5", "--json").json()

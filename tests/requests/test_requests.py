@@ -182,7 +182,7 @@ def test_tasks_of_a_loop_share_one_wait_and_each_gets_a_sample(
     async def scenario() -> list[Request | None]:
         tasks = [asyncio.create_task(producer.requests.anext(30)) for _ in range(8)]
         await asyncio.sleep(0.1)
-        await feeder.arequest("q", group_size=8)
+        feeder.request("q", group_size=8, timeout=0)
         found = await asyncio.gather(*tasks)
         for request in found:
             assert request is not None

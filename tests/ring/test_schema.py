@@ -15,7 +15,6 @@ from conftest import SHM_DIR, Spawner
 import shmbus
 from shmbus import Bus, Consumer, Producer
 from shmbus.data.schema import SchemaField, difference, encode, fields_of, mapping_of, parse
-from shmbus.inspect.dump import inspect
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import schema_text
 from shmbus.store import snapshot
@@ -379,15 +378,14 @@ def test_a_damaged_schema_is_refused_by_producers_and_shown_to_operators(
     status = read_status(bus.name)
     assert status.schema is None and "damaged" in status.schema_problem
     assert "cannot be read" in schema_text(status.schema, status.schema_problem)
-    assert inspect(bus.name).schema_problem == status.schema_problem
     with Consumer(bus.name) as consumer:
         assert len(consumer.take(2, 10.0)) == 2
 
 
-def test_status_and_inspect_show_the_schema(bus: Bus) -> None:
-    for found in (read_status(bus.name), inspect(bus.name)):
-        assert found.schema is not None and found.schema_problem == ""
-        assert found.schema == list(fields_of(parse(SCHEMA)))
+def test_status_shows_the_schema(bus: Bus) -> None:
+    found = read_status(bus.name)
+    assert found.schema is not None and found.schema_problem == ""
+    assert found.schema == list(fields_of(parse(SCHEMA)))
     text = schema_text(found.schema, "")
     assert "tokens" in text and "[T, 4, *]" in text and "may be missing" in text
 

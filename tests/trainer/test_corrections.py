@@ -3,13 +3,11 @@
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from loss_rows import TOKENS, Row, padded
-from torch import Tensor
 
-from trainer_adapter.corrections import importance_correction, overlong_penalty
+from trainer_adapter.corrections import importance_correction
 
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
@@ -47,14 +45,3 @@ def test_nothing_to_train_gives_figures_of_zero() -> None:
     got = importance_correction(*[torch.zeros(3)] * 2, torch.zeros(3, dtype=torch.bool))
     assert [float(figure) for figure in got[2:]] == [0.0, 0.0, 0.0]
     assert not got.kept.any()
-
-
-@pytest.mark.parametrize("container", [list, np.asarray, torch.tensor])
-def test_overlong_samples_are_punished_as_dapo_does(container: Any) -> None:
-    lengths = [0, 16_384, 16_385, 18_432, 20_480, 20_481, 99_999]
-    got = overlong_penalty(container(lengths), longest=20_480, buffer=4_096)
-    want = [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0, -1.0]
-    assert got.tolist() == pytest.approx(want)
-    assert isinstance(got, Tensor) == (container is torch.tensor)
-    half = overlong_penalty(container(lengths), longest=20_480, buffer=4_096, scale=0.5)
-    assert half.tolist() == pytest.approx([value / 2 for value in want])

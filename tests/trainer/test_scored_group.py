@@ -9,7 +9,6 @@ from numpy_batches import put
 
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import OnlineDataHandler, ScoredGroup, group_advantages, pack
-from trainer_adapter.corrections import overlong_penalty
 from trainer_adapter.scored_group import sight_of
 
 
@@ -120,7 +119,7 @@ def test_a_length_penalty_and_two_rewards_in_one_callable(bus: Bus, producer: Pr
 
     def shaped(group: ScoredGroup) -> Any:
         total = group.rewards("format") + group.scores
-        total += overlong_penalty(group.lengths, longest=5, buffer=2)
+        total -= np.clip((group.lengths - 3) / 2, 0.0, 1.0)
         return total - total.mean()
 
     with Consumer(bus.name) as consumer:

@@ -15,7 +15,7 @@ from shmbus import Bus, Consumer, Producer
 from trainer_adapter import ExtraField, OnlineDataHandler, pack
 from trainer_adapter.batches.pack import HostPacker
 from trainer_adapter.compat import pad_input, unpad_input
-from trainer_adapter.corrections import importance_correction, overlong_penalty
+from trainer_adapter.corrections import importance_correction
 from trainer_adapter.gpu.packer import GpuPacker
 from trainer_adapter.losses import kl_estimate, policy_loss
 from trainer_adapter.microbatch import micro_batches
@@ -133,7 +133,6 @@ REFUSED: list[tuple[Call, str]] = [
             lambda g: kl_estimate(ROW, None, MASK),
         )
     ),
-    (lambda g: overlong_penalty([1], longest=4, buffer=5), "ValueError: expected 0 < buff"),
     (lambda g: unpad_input(HIDDEN, torch.ones(2, 3)), "TypeError: expected bool or integers, got"),
     (lambda g: unpad_input(HIDDEN, MASK), r"ValueError: got \(4,\)"),
     (

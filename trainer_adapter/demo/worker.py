@@ -125,17 +125,12 @@ class Worker:
 
     def take(self) -> list[shmbus.Request]:
         """Take samples to make, up to one batch of the sampler; wait if none came."""
-        found: list[shmbus.Request] = []
-        while len(found) < SAMPLES_AT_ONCE:
-            request = self.producer.requests.next(timeout=0)
-            if request is None:
-                break
-            found.append(request)
+        requests = self.producer.requests
+        found = requests.next_many(SAMPLES_AT_ONCE, timeout=0)
         if not found:
             # Nothing to do: the samples kept back finish now.
             self.send(len(self.unsent))
-            request = self.producer.requests.next(timeout=REQUEST_WAIT_S)
-            found += [] if request is None else [request]
+            found = requests.next_many(SAMPLES_AT_ONCE, timeout=REQUEST_WAIT_S)
         return found
 
     def sample(self, requests: list[shmbus.Request]) -> None:

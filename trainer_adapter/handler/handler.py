@@ -346,14 +346,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         return self
 
     def __next__(self) -> Batch:
-        try:
-            return self.next_batch()
-        except PromptsEndedError:
-            raise StopIteration from None
-        except shmbus.BusClosedError:
-            if self.closed:
-                raise StopIteration from None
-            raise
+        return next(self._iterate(None))
 
     def iter(self, timeout: float | None = None) -> Iterator[Batch]:
         """Yield batches until `close` or the end of the prompts, with a time limit for each.

@@ -237,7 +237,7 @@ function Bus({ picture, points, names: columns, open, told, onOpen, connected, h
       ${chart("Fill of the ring", [["in use", "fill", "in"]], (v) => (v === undefined ? "–" : `${Math.round(100 * v)}%`))}
       ${chart("Tokens a second", [["tokens", "tokens", "in"]], each, `${size(picture.rates.bytes || 0)}/s`)}</div></div>
     ${delivered.length ? html`<div class="three">${delivered.map(([name, found]) => html`<${Distribution} key=${name} name=${name} found=${found}/>`)}</div>` : ""}
-    <footer class="foot">What you see is what <code>shmbus status ${picture.name} --json</code> <code>inspect --groups</code> and <code>events</code> say. Read-only. <code>space</code> holds still, <code>esc</code> closes a group.</footer>`;
+    <footer class="foot">What you see is what <code>shmbus status ${picture.name} --json</code> <code>inspect</code> and <code>events</code> say. Read-only. <code>space</code> holds still, <code>esc</code> closes a group.</footer>`;
 }
 
 function Overview({ picture, connected }) {

@@ -79,11 +79,8 @@ struct key {
 struct scan {
     struct key *keys;
     uint64_t count, room;
-    uint64_t reserved, committed, aborted, released, other;
-    uint64_t bytes; /* of committed records */
+    uint64_t reserved;
     uint64_t newest_ns; /* latest commit, including released records */
-    uint64_t at;    /* end of the walk */
-    bool cut;
     bool no_memory;
 };
 
@@ -93,24 +90,10 @@ static void count_record(struct scan *scan, const struct record_header *header, 
         header->committed_ns > scan->newest_ns) {
         scan->newest_ns = header->committed_ns;
     }
-    switch (state) {
-    case SHMBUS_RESERVED:
-        scan->reserved++;
+    scan->reserved += state == SHMBUS_RESERVED;
+    bool counted = header->lane_number < below || (header->flags & SHMBUS_FLAG_MOVED) != 0;
+    if (!shmbus_is_committed(state) || !counted) { /* not yet counted by its owner */
         return;
-    case SHMBUS_ABORTED:
-        scan->aborted++;
-        return;
-    case SHMBUS_RELEASED:
-        scan->released++;
-        return;
-    default:
-        if (!shmbus_is_committed(state)) {
-            scan->other++;
-            return;
-        }
-    }
-    if (header->lane_number >= below && !(header->flags & SHMBUS_FLAG_MOVED)) {
-        return; /* not yet counted by its owner */
     }
     if (scan->count == scan->room) {
         uint64_t room = scan->room ? scan->room * 2 : 1024;
@@ -123,8 +106,6 @@ static void count_record(struct scan *scan, const struct record_header *header, 
         scan->room = room;
     }
     scan->keys[scan->count++] = (struct key){header->producer_id, header->sequence};
-    scan->committed++;
-    scan->bytes += header->record_bytes;
 }
 
 static void scan_all(const struct run_at *start, uint64_t below, struct scan *scan) {
@@ -132,21 +113,16 @@ static void scan_all(const struct run_at *start, uint64_t below, struct scan *sc
     while (run.place.offset < run.used && !scan->no_memory) {
         struct record_header header;
         if (read_frame(&run, &header) != RECORD_OK) {
-            scan->cut = true;
             break;
         }
         count_record(scan, &header, below);
         run.place.offset += header.record_bytes;
     }
-    scan->at = run.place.offset;
 }
 
-/* scan_run(fd, position, used, extent, generation, below) -> (keys, counts, bytes, newest, end,
- * cut)
- *
- * keys: u64 pairs (producer, sequence) of the committed records numbered below `below`; counts:
- * (reserved, committed, aborted, released, other). newest: time of the last commit, in ns. cut: the
- * walk met no record at `end`. */
+/* scan_run(fd, position, used, extent, generation, below) -> (keys, reserved, newest): u64 pairs
+ * (producer, sequence) of the committed records numbered below `below`; the number of open
+ * reservations; the time of the last commit, in ns. */
 static PyObject *py_scan_run(PyObject *Py_UNUSED(module), PyObject *args) {
     struct run_at run = {0};
     unsigned long long below;
@@ -162,11 +138,9 @@ static PyObject *py_scan_run(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_END_ALLOW_THREADS PyObject *result =
         scan.no_memory
             ? PyErr_NoMemory()
-            : Py_BuildValue("y#(KKKKK)KKKN", scan.keys == NULL ? "" : (const char *)scan.keys,
+            : Py_BuildValue("y#KK", scan.keys == NULL ? "" : (const char *)scan.keys,
                             (Py_ssize_t)(scan.count * sizeof *scan.keys), U64(scan.reserved),
-                            U64(scan.committed), U64(scan.aborted), U64(scan.released),
-                            U64(scan.other), U64(scan.bytes), U64(scan.newest_ns), U64(scan.at),
-                            PyBool_FromLong(scan.cut));
+                            U64(scan.newest_ns));
     free(scan.keys);
     return result;
 }
