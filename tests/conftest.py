@@ -498,6 +498,12 @@ def next_request(producer: Producer, timeout: float = DEFAULT_DEADLINE_S) -> Req
     return request
 
 
+def next_retry(producer: Producer) -> Request:
+    """Wait for the retry request of a failed sample."""
+    (request,) = wait_until(producer.requests.retries)
+    return request
+
+
 def keys_of(batch: Any) -> list[str]:
     return [group.instance_id for group in batch.groups]
 

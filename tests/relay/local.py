@@ -216,6 +216,10 @@ def put_group(
         producer.close()
 
 
+#: Of tests with failing samples.
+TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
+
+
 def take(consumer: shmbus.Consumer, count: int, timeout: float = 30.0) -> list[shmbus.Group]:
     found: list[shmbus.Group] = []
     deadline = time.monotonic() + timeout

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import answering
-from conftest import wait_until
-from relay.local import COORDINATOR, have_splits, put_group, relay, relayed, stats, take
+from conftest import next_request, next_retry, wait_until
+from relay.local import COORDINATOR, TWICE, have_splits, put_group, relay, relayed, stats, take
 
 import shmbus
 from shmbus import Request
@@ -38,12 +38,6 @@ def put_sample(
         "q", group_size=size, index=index, split=split, score=1.0,
         tokens=np.full(9, index, np.int32), **more,
     )  # fmt: skip
-
-
-def next_request(producer: shmbus.Producer) -> Request:
-    found = producer.requests.next(timeout=30.0)
-    assert found is not None
-    return found
 
 
 def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) -> None:
@@ -348,15 +342,6 @@ def test_neither_equal_scores_nor_an_old_policy_end_an_evaluation(unlike: dict[s
         assert stats(t).committed == 4
 
 
-TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
-
-
-def wanted(producer: shmbus.Producer) -> Request:
-    found = wait_until(producer.requests.retries)
-    assert len(found) == 1
-    return found[0]
-
-
 @pytest.mark.parametrize(("split", "round"), [("train", None), ("eval", None), ("eval", 5)])
 def test_a_failed_samples_second_attempt_goes_to_another_node(
     unlike: dict[str, str], split: str, round: int | None
@@ -371,13 +356,16 @@ def test_a_failed_samples_second_attempt_goes_to_another_node(
     ):
         put_sample(one, 0, **of)
         one.fail("q", 1, "first", group_size=2, **of)
-        asked = wanted(one)
+        asked = next_retry(one)
         assert (asked.instance_id, asked.round, asked.split) == ("q", round, split)
+        # The first sample tells its needs.
+        assert (asked.group_size, asked.attempt, asked.reason) == (2, 1, "first")
+        assert read_status(a).wanted[0].taken_by is not None
         made.restart(a)
         made.restart(COORDINATOR)
         wait_until(lambda: (pure := made.coordinator.pure) and pure.retries.open == 1)
         one.fail("q", 1, "second", group_size=2, **of)
-        asked = wanted(other)
+        asked = next_retry(other)
         assert (asked.split, asked.index, asked.reason) == (split, 1, "second")
         assert asked.attempt == 2
         put_sample(other, 1, **of)
