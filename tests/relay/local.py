@@ -220,15 +220,6 @@ def put_group(
 TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
 
 
-def take(consumer: shmbus.Consumer, count: int, timeout: float = 30.0) -> list[shmbus.Group]:
-    found: list[shmbus.Group] = []
-    deadline = time.monotonic() + timeout
-    while len(found) < count and time.monotonic() < deadline:
-        found += consumer.take(timeout=0.1)
-    assert len(found) == count, f"{len(found)} of {count} groups"
-    return found
-
-
 def stats(name: str) -> shmbus.BusStats:
     with shmbus.Bus.open(name) as bus:
         return bus.stats()

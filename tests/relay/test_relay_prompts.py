@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import answering
-from conftest import Spawner, next_request, wait_until
-from relay.local import COORDINATOR, LocalMailbox, relay, relayed, stats, take
+from conftest import Spawner, next_request, take_groups, wait_until
+from relay.local import COORDINATOR, LocalMailbox, relay, relayed, stats
 
 import shmbus
 from shmbus import Request
@@ -68,7 +68,7 @@ def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, st
             assert request["prompt"].tolist() == [0, 1, 2, 3, 4]
             assert request.cache_salt == producer.cache_salt
             assert answer(producer, request)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert [t["tokens"].tolist()[-1] for t in group] == [0, 1]
         assert counts(buses["t"]) == (2, 0, 0, 2, 0, 1)
         group.ack()
@@ -89,7 +89,7 @@ def test_what_a_forgotten_node_had_is_asked_of_another(unlike: dict[str, str], s
         for index in range(2):
             again = next_request(other)
             assert again.index == index and answer(other, again)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         group.ack()
         assert made.coordinator.lost == 1
         assert counts(unlike["t"]) == (2, 0, 0, 2, 0, 0)
@@ -166,7 +166,7 @@ def test_a_failed_sample_is_asked_again_with_its_prompt(unlike: dict[str, str], 
             assert (request.index, request.attempt) == (1, attempt)
             assert request.split == split and request["prompt"].tolist() == [0, 1, 2]
         assert answer(producer, request)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         group.ack()
         assert counts(unlike["t"]) == (2, 0, 0, 2, 0, 0)
 
@@ -179,7 +179,7 @@ def test_unbegun_work_moves_on(buses: dict[str, str], monkeypatch: pytest.Monkey
         wait_until(lambda: counts(buses["a"])[1] == 2)
         for _ in range(2):
             assert answer(other, next_request(other))
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
         assert counts(buses["a"]) == (2, 0, 0, 0, 2, 0)
 
 
@@ -219,13 +219,13 @@ def test_a_prompt_offered_again_is_trained_though_the_coordinator_did_not_hear_o
             consumer.request("q", group_size=2, round=0, prompt=np.arange(3, dtype=np.int32))
 
         ask()
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
         wait_until(lambda: counts(buses["a"])[5] == 0)
         made.boxes.cut = {COORDINATOR}
         ask()
         wait_until(lambda: stats(buses["a"]).committed == 4)
         made.boxes.cut = set()
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
 
 
 def test_prompts_that_were_cut_or_fit_no_row_are_not_offered(buses: dict[str, str]) -> None:
@@ -254,7 +254,7 @@ def test_a_restored_trainer_repeats_its_request(unlike: dict[str, str], split: s
     ):
         for _ in range(3):
             offer(feeder, 1, round=1, split=split)
-            (group,) = take(consumer, 1)
+            (group,) = take_groups(consumer, 1)
             assert len(group) == 4
             group.ack()
         assert made.total() == 12
@@ -275,7 +275,7 @@ def test_requests_of_a_removed_bus_are_over(buses: dict[str, str]) -> None:
                 request = next_request(producer)
                 assert request.instance_id == "q2"
                 assert answer(producer, request)
-            take(consumer, 1)[0].ack()
+            take_groups(consumer, 1)[0].ack()
 
 
 def test_a_dead_workers_sample_is_made_on_its_node(buses: dict[str, str], spawn: Spawner) -> None:
@@ -285,7 +285,7 @@ def test_a_dead_workers_sample_is_made_on_its_node(buses: dict[str, str], spawn:
         wait_until(lambda: "has it" in child.output())
         child.kill()
         assert answer(producer, next_request(producer))
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
 
 
 HOLDS = """

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, next_retry, wait_until
-from relay.local import CLAIM, COORDINATOR, TWICE, relay, relayed, stats, take
+from conftest import Spawner, next_retry, take_groups, wait_until
+from relay.local import CLAIM, COORDINATOR, TWICE, relay, relayed, stats
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -57,7 +57,7 @@ def test_a_dead_workers_sample_is_a_failed_attempt(
         asked = next_retry(producer)
         assert asked.attempt == 2 and "died while it had it" in asked.reason
         put(producer, 1, **of)
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
 
 
 def test_a_lasting_failure_drops_its_group_on_every_node(buses: dict[str, str]) -> None:
@@ -85,7 +85,7 @@ def test_a_failure_reaches_a_trainer_that_takes_groups_without_it(buses: dict[st
         put(one, 0, size=3)
         put(one, 2, size=3)
         other.fail("q", 1, "out of memory", group_size=3)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert [t.index for t in group] == [0, 2] and len(group) == 2
         group.ack()
         assert stats(buses["t"]).committed == 3
@@ -101,7 +101,7 @@ def test_a_group_without_missing_samples_is_whole(unlike: dict[str, str], split:
     with relayed(unlike, "a", taking, policy=policy) as (_, consumer, producer):
         put(producer, 1, size=4, split=split)
         put(producer, 2, size=4, split=split)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert [t.index for t in group] == [1, 2] and group[0].split == split
         group.ack()
         wait_until(lambda: stats(unlike["a"]).acknowledged == 2)
@@ -120,7 +120,7 @@ def test_what_a_lost_node_had_is_asked_for_elsewhere(buses: dict[str, str]) -> N
             assert (asked.index, asked.group_size) == (0, 2) and "has gone" in asked.reason
             put(other, 0)
             put(other, 1)
-            take(consumer, 1)[0].ack()
+            take_groups(consumer, 1)[0].ack()
             assert made.coordinator.lost == 1
 
 
@@ -140,5 +140,5 @@ def test_a_claim_outlives_the_source_and_the_coordinator(buses: dict[str, str], 
         assert row.taken_by == producer.producer_id and row.attempt == 1
         assert producer.requests.retries() == []
         put(producer, 1)
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
         wait_until(lambda: not read_status(buses["a"]).wanted)
