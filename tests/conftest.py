@@ -38,7 +38,7 @@ from fork_server import (
     use_servers,
 )
 
-from shmbus import Bus, Consumer, Feeder, Producer, Request
+from shmbus import Bus, Consumer, Feeder, Group, Producer, Request
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.segment.names import remove_dead_socket
 
@@ -496,6 +496,24 @@ def next_request(producer: Producer, timeout: float = DEFAULT_DEADLINE_S) -> Req
     request = producer.requests.next(timeout)
     assert request is not None
     return request
+
+
+def next_retry(producer: Producer) -> Request:
+    """Wait for the retry request of a failed sample."""
+    (request,) = wait_until(producer.requests.retries)
+    return request
+
+
+def take_groups(consumer: Consumer, count: int = 1, **options: Any) -> list[Group]:
+    """Take exactly so many groups, in any number of calls."""
+    groups: list[Group] = []
+
+    def have_come() -> bool:
+        groups.extend(consumer.take(count - len(groups), timeout=0.1, **options))
+        return len(groups) == count
+
+    wait_until(have_come, what=f"{count} groups")
+    return groups
 
 
 def keys_of(batch: Any) -> list[str]:

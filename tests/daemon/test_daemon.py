@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, client_of, wait_until
+from conftest import Daemon, Spawner, client_of, take_groups, wait_until
 
 from shmbus import (
     Bus,
@@ -20,7 +20,6 @@ from shmbus import (
     BusClosedError,
     Consumer,
     DaemonUnavailableError,
-    Group,
     Producer,
     ProtocolError,
 )
@@ -166,9 +165,7 @@ def test_groups_asked_for_ahead_are_neither_lost_nor_out_of_turn(
         ]
         assert [g.instance_id for g in consumer.take(3, timeout=10)] == ["g36", "g37", "g38"]
     with Consumer(bus_name) as consumer:
-        found = []
-        while len(found) < 60:
-            found += [g.instance_id for g in consumer.take(64, timeout=10)]
+        found = [group.instance_id for group in take_groups(consumer, 60)]
         assert sorted(found) == [f"g{n:02}" for n in range(60)]
 
 
@@ -191,17 +188,6 @@ def test_a_view_stays_what_it_is_after_ack_close_and_the_end_of_the_daemon(
     assert np.array_equal(view, np.arange(100))
     consumer.close()
     assert np.array_equal(view, np.arange(100))
-
-
-def take_exactly(consumer: Consumer, count: int) -> list[Group]:
-    groups: list[Group] = []
-
-    def all_there() -> bool:
-        groups.extend(consumer.take(count - len(groups), timeout=0.1))
-        return len(groups) == count
-
-    wait_until(all_there)
-    return groups
 
 
 def test_sigterm_waits_for_leases(daemon: Served, bus_name: str) -> None:
@@ -388,7 +374,7 @@ def test_a_lease_that_ends_for_no_known_reason_is_refused(daemon: Served, bus_na
         assert isinstance(leases, messages.Leases) and leases.groups[0].number == 1
         assert isinstance(refused, messages.Refused) and "reason" in refused.message
     with Consumer(bus_name) as consumer:
-        assert take_exactly(consumer, 1)[0].instance_id == "a"
+        assert take_groups(consumer, 1)[0].instance_id == "a"
 
 
 def test_what_a_client_acknowledged_before_it_was_gone_counts(
@@ -444,7 +430,7 @@ def test_what_a_client_with_plenty_in_hand_acknowledged_counts_though_it_is_kill
     child.expect("acknowledged")
     child.kill()
     with Consumer(bus_name) as consumer:
-        left = take_exactly(consumer, 26)
+        left = take_groups(consumer, 26)
         assert consumer.take(timeout=0) == []
         ledger = consumer.stats()
         assert (ledger.acknowledged, ledger.leased) == (70, 26)
@@ -459,7 +445,7 @@ def test_groups_before_one_that_is_not_leased_are_acknowledged_and_those_behind_
     for key in "abcd":
         put(bus_name, key)
     with Consumer(bus_name) as consumer, Consumer(bus_name) as other:
-        groups = take_exactly(consumer, 4)
+        groups = take_groups(consumer, 4)
         with pytest.raises(ProtocolError, match="another Consumer"):
             other.ack(groups)
         assert {group.state for group in groups} == {"leased"}

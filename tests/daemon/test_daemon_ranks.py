@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, next_request, two_ranks, wait_until
+from conftest import Daemon, Spawner, next_request, take_groups, two_ranks, wait_until
 
 from shmbus import (
     Bus,
@@ -290,10 +290,7 @@ def test_another_world_size_takes_over_when_the_ranks_are_gone(
             Consumer(bus_name, rank=0, world_size=3)
         assert len(zero.take_shard(groups=2, timeout=10)) == 2
     with Consumer(bus_name) as plain:
-        found = []
-        while len(found) < 8:
-            found += plain.take(8, timeout=10)
-        assert sorted(ids(found)) == [f"g{i}" for i in range(8)]
+        assert sorted(ids(take_groups(plain, 8))) == [f"g{i}" for i in range(8)]
 
 
 def test_ranks_need_a_daemon(bus_name: str, monkeypatch: pytest.MonkeyPatch) -> None:

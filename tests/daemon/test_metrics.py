@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, Spawner, next_request, wait_until
 from operators import WORKER, cli, header_offset, put_group, write_at
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -403,8 +403,8 @@ def test_requests_are_counted_by_split_and_failures_by_kind(
     ):
         feeder.request("a", group_size=4, prompt=[1])
         feeder.request("b", group_size=2, prompt=[1], split="eval")
-        request = producer.requests.next(timeout=10)
-        assert request is not None and request.split == "train"
+        request = next_request(producer)
+        assert request.split == "train"
         found = scrape(server)
         assert found["shmbus_split_requests", ("train", "open")] == 3
         assert found["shmbus_split_requests", ("train", "claimed")] == 1

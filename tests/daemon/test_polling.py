@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
-from conftest import Daemon, client_of, wait_until
+from conftest import Daemon, client_of, take_groups, wait_until
 
 from shmbus import Consumer, Group, Producer
 from shmbus.inspect.status import read_status
@@ -26,10 +26,7 @@ def test_what_was_asked_ahead_and_answered_long_ago_is_no_answer_to_a_poll(
     with Consumer(bus_name) as consumer, Producer(bus_name) as producer:
         for number in range(16):
             put(producer, f"g{number}")
-        groups = consumer.take(16, DEADLINE_S)
-        while len(groups) < 16:
-            groups += consumer.take(16 - len(groups), DEADLINE_S)
-        consumer.ack(groups)
+        consumer.ack(take_groups(consumer, 16))
         for number in range(16, 32):
             put(producer, f"g{number}")
         wait_until(lambda: read_status(bus_name).ledger.in_ring == 0, what="the ring to be read")

@@ -1,12 +1,11 @@
 """What a daemon promises without ranks holds with them: policies, and a status without riddles."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from conftest import Daemon, two_ranks, wait_until
+from conftest import Daemon, take_groups, two_ranks, wait_until
 
 from shmbus import Consumer, Group, Producer
 from shmbus.inspect.status import BusStatus, read_status
@@ -126,8 +125,4 @@ def test_ranks_that_left_in_order_leave_no_leases_that_nobody_holds(
     with Consumer(bus_name, rank=0, world_size=2) as zero:
         assert [group.instance_id for group in zero.take_shard(groups=3, timeout=10)] == left
     with Consumer(bus_name) as plain:
-        found: list[Group] = []
-        began = time.monotonic()
-        while len(found) < 70 and time.monotonic() - began < 30:
-            found += plain.take(64, timeout=1)
-        assert len({group.instance_id for group in found}) == 70
+        assert len({group.instance_id for group in take_groups(plain, 70)}) == 70

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import next_request
 from small_vllm import CachingVllm
 from trainers import TIMEOUT_S, Scene, Trainer
 
@@ -93,8 +94,7 @@ async def test_no_two_requests_share_a_salt(bus: Bus, trainer: Trainer, servers:
 def test_a_request_has_the_salt_of_what_engines_run_now(bus: Bus) -> None:
     with shmbus.Feeder(bus.name) as feeder, shmbus.Producer(bus.name) as producer:
         feeder.request("q1", group_size=1, tokens=[1])
-        request = producer.requests.next(timeout=10)
-        assert request is not None
+        request = next_request(producer)
         before = request.cache_salt
         assert before == producer.cache_salt
         bus.policy_version = 12

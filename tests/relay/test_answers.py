@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from conftest import wait_until
+from conftest import take_groups, wait_until
 from relay.heads import export, poll
-from relay.local import COORDINATOR, LocalRelay, put_group, relay, stats, take
+from relay.local import COORDINATOR, LocalRelay, put_group, relay, stats
 
 import shmbus
 from shmbus.relay import messages as m
@@ -61,7 +61,7 @@ def test_a_wrong_block_is_refused(buses: dict[str, str], caplog: pytest.LogCaptu
             assert stats(buses["t"]).committed == 0 and state.wanted
         forged(made, buses["t"], "x", payload=good)
         with shmbus.Consumer(buses["t"]) as consumer:
-            assert take(consumer, 1)[0].instance_id == "q1"
+            assert take_groups(consumer, 1)[0].instance_id == "q1"
 
 
 def test_own_names_are_compared(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
@@ -102,7 +102,7 @@ def test_own_names_are_compared(buses: dict[str, str], caplog: pytest.LogCapture
         forged(made, buses["t"], "x", payload=export(reader, ids[4:8]), origins=())
         forged(made, buses["t"], "x", payload=export(reader, ids[:4]), origins=())
         with shmbus.Consumer(buses["t"]) as consumer:
-            found = take(consumer, 2)
+            found = take_groups(consumer, 2)
             assert {each.instance_id for each in found} == {"q1", "q2"}
             for each in found:
                 assert [t["tokens"][0] for t in each] == [int(each.instance_id[1:])] * 4

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from conftest import wait_until
-from relay.local import COORDINATOR, put_group, take
+from conftest import take_groups, wait_until
+from relay.local import COORDINATOR, put_group
 
 import shmbus
 from shmbus.relay.direct import BufferPool, Direct, Endpoint
@@ -234,13 +234,13 @@ def test_cut_connections_lose_double_and_tear_nothing(bus_name: str) -> None:
     try:
         with shmbus.Consumer(names[2]) as consumer:
             put_group(names[:2], 0)
-            take(consumer, 1)[0].ack()
+            take_groups(consumer, 1)[0].ack()
             for round_ in range(3):
                 for group in range(1, 21):
                     put_group(names[:2], 100 * round_ + group, values=5000)
                 for direct in made.directs.values():
                     direct.cut()
-                for group in take(consumer, 20):
+                for group in take_groups(consumer, 20):
                     for t in group:
                         number = int(group.instance_id[1:])
                         assert (t["tokens"] == np.full(5000, number, np.int32)).all(), "torn"

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import answering
-from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, put_group, relay, relayed, stats, take
+from conftest import Spawner, take_groups, wait_until
+from relay.local import COORDINATOR, put_group, relay, relayed, stats
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -60,7 +60,7 @@ def test_an_evaluation_survives_another_number(buses: dict[str, str], tmp_path: 
     with shmbus.Producer(buses["t"]) as producer:
         producer.cancelled("none", round=0, split="other")
     with relayed(buses, "a", **options, taking={"on_failure": "partial"}) as (_, consumer, _):
-        assert numbers(take(consumer, 1)) == [3]
+        assert numbers(take_groups(consumer, 1)) == [3]
         found: list[shmbus.Group] = []
         while len(found) < 2:
             groups = consumer.take(split="eval", timeout=30.0)
@@ -79,7 +79,7 @@ def test_only_unacknowledged_groups_survive_a_reboot(
     with relay(sources, [buses["t"]], keep=str(tmp_path)), shmbus.Consumer(buses["t"]) as consumer:
         for number in range(40):
             put_group(sources, number)
-        groups = sorted(take(consumer, 40), key=lambda group: int(group.instance_id[1:]))
+        groups = sorted(take_groups(consumer, 40), key=lambda group: int(group.instance_id[1:]))
         for group in groups[:15]:
             group.ack()
         wait_until(lambda: stats(buses["a"]).acknowledged == 30)
@@ -87,10 +87,10 @@ def test_only_unacknowledged_groups_survive_a_reboot(
     lose_memory(buses, lost)
     with relay(sources, [buses["t"]], keep=str(tmp_path)):
         with shmbus.Consumer(buses["t"]) as consumer:
-            back = take(consumer, 25)
+            back = take_groups(consumer, 25)
             assert numbers(back) == list(range(15, 40))
             put_group(sources, 40)
-            (new,) = take(consumer, 1)
+            (new,) = take_groups(consumer, 1)
             for group in [*back, new]:
                 group.ack()
             ended = 2 if "a" in lost else 82
@@ -109,13 +109,13 @@ def test_a_restarted_sink_returns_nothing(buses: dict[str, str], tmp_path: Path)
     ):
         for number in range(10):
             put_group([buses["a"]], number)
-        groups = take(consumer, 10)
+        groups = take_groups(consumer, 10)
         for group in groups[:5]:
             group.ack()
         wait_until(lambda: stats(buses["a"]).acknowledged == 20)
         running.restart(buses["t"])
         put_group([buses["a"]], 10)
-        assert numbers(take(consumer, 1)) == [10]
+        assert numbers(take_groups(consumer, 1)) == [10]
         wait_until(lambda: running.parties[buses["t"]].records == 4)
 
 
@@ -132,12 +132,12 @@ def test_reduced_groups_return_reduced(buses: dict[str, str], tmp_path: Path, fa
             producer.put("q", group_size=4, index=index, score=1.0, tokens=[index])
         if fails:
             producer.fail("q", 3, "it broke", group_size=4)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert len(group) == 3
         del group
     lose_memory(buses)
     with relayed(buses, "a", **how, taking={"on_failure": "partial"}) as (_, consumer, _):
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert [t.index for t in group] == [0, 1, 2]
         group.ack()
 
@@ -216,11 +216,11 @@ def test_its_size_is_bounded_by_what_is_needed(
     with relayed(buses, "a", keep=str(tmp_path)) as (_, consumer, _):
         for number in range(3):
             put_group([buses["a"]], number, values=1000)
-        old = take(consumer, 3)
+        old = take_groups(consumer, 3)
         largest = 0
         for number in range(3, 200):
             put_group([buses["a"]], number, values=1000)
-            (group,) = take(consumer, 1)
+            (group,) = take_groups(consumer, 1)
             group.ack()
             largest = max(largest, file.stat().st_size)
         assert 200_000 < largest < 600_000
@@ -228,7 +228,7 @@ def test_its_size_is_bounded_by_what_is_needed(
         del old, group
     lose_memory(buses)
     with relayed(buses, "a", keep=str(tmp_path)) as (_, consumer, _):
-        assert set(numbers(take(consumer, 3))) == {0, 1, 2}
+        assert set(numbers(take_groups(consumer, 3))) == {0, 1, 2}
 
 
 def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
@@ -433,7 +433,7 @@ def test_a_full_disk_and_a_death_train_nothing_twice(
         with shmbus.Consumer(buses["t"]) as consumer:
             for number in range(10):
                 put_group([buses["a"]], number)
-            groups = sorted(take(consumer, 10), key=lambda group: int(group.instance_id[1:]))
+            groups = sorted(take_groups(consumer, 10), key=lambda group: int(group.instance_id[1:]))
             with full_disk(file.stat().st_size):
                 for group in groups[:8]:
                     group.ack()
@@ -448,7 +448,7 @@ def test_a_full_disk_and_a_death_train_nothing_twice(
             wait_until(lambda: stats(buses["a"]).acknowledged == 32)
         assert not running.parties[buses["t"]].keep.owed
         with shmbus.Consumer(buses["t"]) as consumer:
-            assert numbers(take(consumer, 2)) == [8, 9]
+            assert numbers(take_groups(consumer, 2)) == [8, 9]
             assert consumer.take(timeout=0.3) == []
 
 
@@ -469,7 +469,7 @@ def test_a_source_keeps_what_has_ended_until_the_end_is_on_the_disk(
     ):
         for number in range(5):
             put_group([buses["a"]], number)
-        groups = take(consumer, 5)
+        groups = take_groups(consumer, 5)
         monkeypatch.setattr(os, "pwrite", fail)
         for group in groups:
             group.ack()

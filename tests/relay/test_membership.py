@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 from answering import answering
-from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, put_group, relay, stats, take
+from conftest import Spawner, take_groups, wait_until
+from relay.local import COORDINATOR, put_group, relay, stats
 from relay.mirrors import SOURCE, Trainer, mirrors, version_of
 
 import shmbus
@@ -28,18 +28,18 @@ def test_a_node_joins_a_running_relay_and_leaves_it(buses: dict[str, str]) -> No
     a, b, t = (buses[each] for each in "abt")
     with relay([a], [t]) as made, shmbus.Consumer(t) as consumer:
         put_group([a], 0)
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
         made.coordinator.joined.append(b)
         made.start(b, lambda box: SourceParty(b, box, COORDINATOR))
         put_group([a, b], 1)
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
         wait_until(lambda: stats(b).acknowledged == 2)
         assert made.coordinator.note().missing == []
         made.end(b)
         made.coordinator.forgotten.append(b)
         wait_until(lambda: len(made.coordinator.note().peers) == 2)
         put_group([a], 2)
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
 
 
 def test_workers_of_a_node_that_joined_make_prompts(buses: dict[str, str]) -> None:
@@ -52,7 +52,7 @@ def test_workers_of_a_node_that_joined_make_prompts(buses: dict[str, str]) -> No
         consumer.request("q", group_size=2, prompt=np.zeros(3, np.int32))
         made.coordinator.joined.append(b)
         made.start(b, lambda box: SourceParty(b, box, COORDINATOR))
-        assert take(consumer, 1)[0].instance_id == "q"
+        assert take_groups(consumer, 1)[0].instance_id == "q"
 
 
 def test_a_mirror_joins_gets_the_newest_version_and_is_forgotten(bus_name: str) -> None:

@@ -6,9 +6,9 @@ import struct
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import take_groups, wait_until
 from relay.heads import RecordHead, head_of, make_origin, pack_heads
-from relay.local import COORDINATOR, put_group, relay, take
+from relay.local import COORDINATOR, put_group, relay
 
 import shmbus
 from shmbus import errors
@@ -149,7 +149,7 @@ def test_a_malformed_announcement_is_refused_and_asked_again(bus_name: str) -> N
             made.send(names[0], COORDINATOR, news)
             wait_until(lambda: made.coordinator.refused == 1)
             put_group(names[:1], 1)
-            assert take(consumer, 1)[0].instance_id == "q1"
+            assert take_groups(consumer, 1)[0].instance_id == "q1"
     finally:
         for bus in buses:
             bus.unlink()

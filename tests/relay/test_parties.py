@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import wait_until
-from relay.local import COORDINATOR, LocalMailbox, LocalRelay, put_group, relay, stats, take
+from conftest import take_groups, wait_until
+from relay.local import COORDINATOR, LocalMailbox, LocalRelay, put_group, relay, stats
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -28,7 +28,7 @@ pytest_plugins = ["relay.relay_fixtures"]
 def test_a_source_holds_a_record_until_the_trainers_ack(buses: dict[str, str]) -> None:
     with relay([buses["a"]], [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
         put_group([buses["a"]], 1)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert stats(buses["a"]).undelivered == 4
         group.ack()
         wait_until(lambda: stats(buses["a"]).acknowledged == 4)
@@ -37,7 +37,7 @@ def test_a_source_holds_a_record_until_the_trainers_ack(buses: dict[str, str]) -
 def test_a_source_learns_why_the_trainer_dropped_a_group(buses: dict[str, str]) -> None:
     with relay([buses["a"]], [buses["t"]]), shmbus.Consumer(buses["t"]) as consumer:
         put_group([buses["a"]], 1)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         consumer.drop(group, reason="filtered")
         wait_until(lambda: stats(buses["a"]).dropped == {"filtered": 4})
 
@@ -129,7 +129,7 @@ def test_status_says_who_relays_and_what_waits_for_which_source(buses: dict[str,
     assert read_status(buses["t"]).relay is None
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         put_group([buses["a"]], 1)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         wait_until(lambda: (of_source := read_status(buses["a"]).relay) and of_source.held == 4)
         found = read_status(buses["t"])
         assert found.relay is not None and found.relay.is_sink and found.relay.settled == 4
@@ -145,14 +145,14 @@ def test_status_says_who_relays_and_what_waits_for_which_source(buses: dict[str,
 def test_partition_losses_are_repeated(buses: dict[str, str], who: str) -> None:
     with relay([buses["a"]], [buses["t"]]) as made, shmbus.Consumer(buses["t"]) as consumer:
         put_group([buses["a"]], 1)
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
         number = made.parties[buses["a"]].source.number
         made.boxes.cut = {buses.get(who, who)}
         put_group([buses["a"]], 2)
         wait_until(lambda: made.parties[buses["a"]].source.number > number)
         time.sleep(0.1)  # for its arrival, or its loss
         made.boxes.cut = set()
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert group.instance_id == "q2"
         group.ack()
         wait_until(lambda: stats(buses["a"]).acknowledged == 8)
@@ -171,7 +171,7 @@ def test_an_unwanted_group_is_dropped(bus_name: str, caplog: pytest.LogCaptureFi
         wait_until(lambda: "fits no trainer's bus" in caplog.text)
         assert "more capacity" in caplog.text
         put_group([large], 2)
-        assert take(consumer, 1)[0].instance_id == "q2"
+        assert take_groups(consumer, 1)[0].instance_id == "q2"
 
 
 def test_a_sources_new_bus_goes_on_and_losses_are_counted(buses: dict[str, str]) -> None:
@@ -184,7 +184,7 @@ def test_a_sources_new_bus_goes_on_and_losses_are_counted(buses: dict[str, str])
         shmbus.Bus.create(buses["a"], "4MiB").close()
         wait_until(lambda: made.coordinator.lost == 1)
         put_group(sources, 5)
-        assert take(consumer, 1)[0].instance_id == "q5"
+        assert take_groups(consumer, 1)[0].instance_id == "q5"
         assert made.coordinator.note().announced == 0
 
 
@@ -195,7 +195,7 @@ def test_unacknowledged_groups_of_a_removed_bus_return(buses: dict[str, str]) ->
         shmbus.unlink(buses["t"])
         shmbus.Bus.create(buses["t"], "4MiB").close()
         with shmbus.Consumer(buses["t"]) as consumer:
-            (group,) = take(consumer, 1)
+            (group,) = take_groups(consumer, 1)
             assert (group.instance_id, len(group)) == ("q1", 4)
             group.ack()
         wait_until(lambda: stats(buses["a"]).acknowledged == 4)
@@ -282,7 +282,7 @@ def test_a_node_of_the_previous_release_is_refused_by_name(buses: dict[str, str]
         put_group([b], 1)
         put_group([a], 2)
         with shmbus.Consumer(t) as consumer:
-            (group,) = take(consumer, 1)
+            (group,) = take_groups(consumer, 1)
             assert group.instance_id == "q2"
             group.ack()
         wait_until(lambda: stats(a).acknowledged == 4)
@@ -298,7 +298,7 @@ def test_a_node_of_the_previous_release_is_refused_by_name(buses: dict[str, str]
         del made.kinds[b]
         made.restart(b)
         with shmbus.Consumer(t) as consumer:
-            (group,) = take(consumer, 1)
+            (group,) = take_groups(consumer, 1)
             assert group.instance_id == "q1"
             group.ack()
         wait_until(lambda: stats(b).acknowledged == 4)
@@ -314,7 +314,7 @@ def test_of_two_coordinators_the_older_one_ends(buses: dict[str, str]) -> None:
         assert isinstance(made.ended[COORDINATOR], shmbus.BusBusyError)
         put_group([buses["a"]], 1)
         with shmbus.Consumer(buses["t"]) as consumer:
-            take(consumer, 1)
+            take_groups(consumer, 1)
     finally:
         made.stop()
 
@@ -326,7 +326,7 @@ def test_a_coordinator_that_no_sink_heard_cuts_no_source_off(buses: dict[str, st
         made.send(COORDINATOR, buses["a"], m.Subscription(bus, 1 << 40))
         wait_until(lambda: made.coordinator.pure and made.coordinator.pure.term > 1 << 40)
         put_group([buses["a"]], 1)
-        take(consumer, 1)
+        take_groups(consumer, 1)
 
 
 def test_a_doubled_bus_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:

@@ -1,9 +1,9 @@
 """Wrong messages of a relay's peers: refused by names, counted, and nothing stands still."""
 
 import pytest
-from conftest import wait_until
+from conftest import take_groups, wait_until
 from relay.heads import RecordHead, head_of, pack_heads
-from relay.local import COORDINATOR, put_group, relay, take
+from relay.local import COORDINATOR, put_group, relay
 
 import shmbus
 from shmbus.relay import messages as m
@@ -84,7 +84,7 @@ def test_a_jumping_clock_is_named(buses: dict[str, str], caplog: pytest.LogCaptu
         assert (waits.instance_id, waits.here, waits.missing) == ("half", 1, [1])
         assert waits.at == [buses["a"]] and waits.age_s > 0
         put_group([buses["a"]], 1)
-        assert take(consumer, 1)[0].instance_id == "q1"
+        assert take_groups(consumer, 1)[0].instance_id == "q1"
 
 
 def test_a_stranger_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
@@ -99,7 +99,7 @@ def test_a_stranger_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureF
         assert f"announces bus {'f' * 32} to {COORDINATOR}" in told and "start the relay" in told
         assert made.coordinator.note().announced == 0
         put_group([buses["a"]], 1)
-        take(consumer, 1)
+        take_groups(consumer, 1)
 
 
 def test_what_nobody_holds_is_given_back_and_no_group_waits_for_it(buses: dict[str, str]) -> None:
@@ -114,6 +114,6 @@ def test_what_nobody_holds_is_given_back_and_no_group_waits_for_it(buses: dict[s
         wait_until(lambda: (pure := made.coordinator.pure) and pure.newest[source.bus] == news.mark)
         wait_until(lambda: made.coordinator.note().assigned == 0)
         put_group([buses["a"]], 1)
-        assert take(consumer, 1)[0].instance_id == "q1"
+        assert take_groups(consumer, 1)[0].instance_id == "q1"
         with shmbus.Bus.open(buses["t"]) as bus:
             assert bus.stats().committed == 4

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from conftest import wait_until
-from relay.local import COORDINATOR, put_group, relay, relayed, stats, take
+from conftest import take_groups, wait_until
+from relay.local import COORDINATOR, put_group, relay, relayed, stats
 from relay.swarm import swarm
 
 import shmbus
@@ -49,7 +49,7 @@ def test_a_group_beyond_the_journal_is_lost(small: dict[str, str], there: int, r
         wait_until(lambda: made.coordinator.note().dropped == {reason: there})
         put_group([small["a"]], 1)
         with shmbus.Consumer(small["t"]) as consumer:
-            take(consumer, 1)
+            take_groups(consumer, 1)
 
 
 def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(buses: dict[str, str]) -> None:
@@ -57,13 +57,13 @@ def test_a_record_of_a_bus_that_has_gone_ends_nothing_of_another_one(buses: dict
     with relayed(buses, "ab") as (made, consumer, _, _):
         sink = made.parties[buses["t"]]
         put_group([buses["a"]], 1)
-        (gone,) = take(consumer, 1)
+        (gone,) = take_groups(consumer, 1)
         wait_until(lambda: len(sink.sink.settled) == 4)
         shmbus.unlink(buses["a"])
         shmbus.Bus.create(buses["a"], "4MiB").close()
         wait_until(lambda: not sink.sink.settled)
         put_group([buses["b"]], 2)
-        (held,) = take(consumer, 1)
+        (held,) = take_groups(consumer, 1)
         wait_until(lambda: len(sink.sink.settled) == 4)
         gone.ack()
         wait_until(lambda: not sink.sink.left_behind)
@@ -171,7 +171,7 @@ def test_records_of_any_number_of_nodes_cross_at_once(bus_name: str, nodes: int,
         swarm(made, reader, nodes) as sources,
         shmbus.Consumer(names["t"]) as consumer,
     ):
-        groups = take(consumer, nodes // size)
+        groups = take_groups(consumer, nodes // size)
         assert sorted(int(t["tokens"][0]) for group in groups for t in group) == list(range(nodes))
         for group in groups:
             group.ack()

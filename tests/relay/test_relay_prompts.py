@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import answering
-from conftest import Spawner, wait_until
-from relay.local import COORDINATOR, LocalMailbox, relay, relayed, stats, take
+from conftest import Spawner, next_request, take_groups, wait_until
+from relay.local import COORDINATOR, LocalMailbox, relay, relayed, stats
 
 import shmbus
 from shmbus import Request
@@ -68,7 +68,7 @@ def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, st
             assert request["prompt"].tolist() == [0, 1, 2, 3, 4]
             assert request.cache_salt == producer.cache_salt
             assert answer(producer, request)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert [t["tokens"].tolist()[-1] for t in group] == [0, 1]
         assert counts(buses["t"]) == (2, 0, 0, 2, 0, 1)
         group.ack()
@@ -81,16 +81,15 @@ def test_a_request_is_made_on_another_node_as_it_was_offered(buses: dict[str, st
 def test_what_a_forgotten_node_had_is_asked_of_another(unlike: dict[str, str], split: str) -> None:
     with relayed(unlike, "ab", {"split": split}) as (made, consumer, one, other):
         consumer.request("q", group_size=2, split=split, prompt=np.arange(3, dtype=np.int32))
-        request = one.requests.next(timeout=30.0)
-        assert request is not None and answer(one, request)
+        assert answer(one, next_request(one))
         assert other.requests.next(timeout=0.3) is None
         wait_until(lambda: made.coordinator.note().announced == 1)
         made.end(unlike["a"])
         made.coordinator.forgotten.append(unlike["a"])
         for index in range(2):
-            again = other.requests.next(timeout=30.0)
-            assert again is not None and again.index == index and answer(other, again)
-        (group,) = take(consumer, 1)
+            again = next_request(other)
+            assert again.index == index and answer(other, again)
+        (group,) = take_groups(consumer, 1)
         group.ack()
         assert made.coordinator.lost == 1
         assert counts(unlike["t"]) == (2, 0, 0, 2, 0, 0)
@@ -117,8 +116,8 @@ def test_a_request_whose_group_a_policy_drops_ends_on_every_bus(buses: dict[str,
     ):
         consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
         for _ in range(2):
-            request = producer.requests.next(timeout=30.0)
-            assert request is not None and producer.requests.answer(request, tokens=[1])
+            request = next_request(producer)
+            assert producer.requests.answer(request, tokens=[1])
         wait_until(lambda: counts(buses["t"]) == (2, 0, 0, 0, 2, 0))
         wait_until(lambda: counts(buses["a"])[5] == 0)
         assert consumer.open_requests() == []
@@ -158,16 +157,16 @@ def test_a_failed_sample_is_asked_again_with_its_prompt(unlike: dict[str, str], 
     policy = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
     with relayed(unlike, "ab", {"split": split}, policy=policy) as (_, consumer, producer, _):
         consumer.request("q", group_size=2, split=split, prompt=np.arange(3, dtype=np.int32))
-        request = producer.requests.next(timeout=30.0)
-        assert request is not None and answer(producer, request)
+        request = next_request(producer)
+        assert answer(producer, request)
         request = producer.requests.next(timeout=30.0)
         for attempt in (1, 2):
             assert request is not None and producer.requests.fail(request, "out of memory")
-            request = producer.requests.next(timeout=30.0)
-            assert request is not None and (request.index, request.attempt) == (1, attempt)
+            request = next_request(producer)
+            assert (request.index, request.attempt) == (1, attempt)
             assert request.split == split and request["prompt"].tolist() == [0, 1, 2]
         assert answer(producer, request)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         group.ack()
         assert counts(unlike["t"]) == (2, 0, 0, 2, 0, 0)
 
@@ -179,17 +178,15 @@ def test_unbegun_work_moves_on(buses: dict[str, str], monkeypatch: pytest.Monkey
         consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
         wait_until(lambda: counts(buses["a"])[1] == 2)
         for _ in range(2):
-            request = other.requests.next(timeout=30.0)
-            assert request is not None and answer(other, request)
-        take(consumer, 1)[0].ack()
+            assert answer(other, next_request(other))
+        take_groups(consumer, 1)[0].ack()
         assert counts(buses["a"]) == (2, 0, 0, 0, 2, 0)
 
 
 def test_a_checkpoint_has_what_is_under_way_on_other_nodes(buses: dict[str, str]) -> None:
     with relayed(buses, "a") as (_, consumer, producer):
         consumer.request("q", group_size=2, prompt=np.arange(3, dtype=np.int32))
-        request = producer.requests.next(timeout=30.0)
-        assert request is not None
+        next_request(producer)
         state = consumer.state_dict()
         assert [each["instance_id"] for each in state["open"]] == ["q"]
         restored = consumer.load_state_dict(state)
@@ -222,13 +219,13 @@ def test_a_prompt_offered_again_is_trained_though_the_coordinator_did_not_hear_o
             consumer.request("q", group_size=2, round=0, prompt=np.arange(3, dtype=np.int32))
 
         ask()
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
         wait_until(lambda: counts(buses["a"])[5] == 0)
         made.boxes.cut = {COORDINATOR}
         ask()
         wait_until(lambda: stats(buses["a"]).committed == 4)
         made.boxes.cut = set()
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
 
 
 def test_prompts_that_were_cut_or_fit_no_row_are_not_offered(buses: dict[str, str]) -> None:
@@ -257,7 +254,7 @@ def test_a_restored_trainer_repeats_its_request(unlike: dict[str, str], split: s
     ):
         for _ in range(3):
             offer(feeder, 1, round=1, split=split)
-            (group,) = take(consumer, 1)
+            (group,) = take_groups(consumer, 1)
             assert len(group) == 4
             group.ack()
         assert made.total() == 12
@@ -275,10 +272,10 @@ def test_requests_of_a_removed_bus_are_over(buses: dict[str, str]) -> None:
             offer(feeder, 2)
             wait_until(lambda: not producer.requests.is_wanted(old))
             for _ in range(4):
-                request = producer.requests.next(timeout=30.0)
-                assert request is not None and request.instance_id == "q2"
+                request = next_request(producer)
+                assert request.instance_id == "q2"
                 assert answer(producer, request)
-            take(consumer, 1)[0].ack()
+            take_groups(consumer, 1)[0].ack()
 
 
 def test_a_dead_workers_sample_is_made_on_its_node(buses: dict[str, str], spawn: Spawner) -> None:
@@ -287,9 +284,8 @@ def test_a_dead_workers_sample_is_made_on_its_node(buses: dict[str, str], spawn:
         child = spawn.script(HOLDS, buses["a"])
         wait_until(lambda: "has it" in child.output())
         child.kill()
-        request = producer.requests.next(timeout=30.0)
-        assert request is not None and answer(producer, request)
-        take(consumer, 1)[0].ack()
+        assert answer(producer, next_request(producer))
+        take_groups(consumer, 1)[0].ack()
 
 
 HOLDS = """
@@ -342,8 +338,8 @@ def give_back(name: str) -> Callable[[int], None]:
         taker = producer if number < 150 else shmbus.Producer(name)
         if number == 150:
             producer.requests.release(kept[0])
-            again = taker.requests.next(timeout=10.0)
-            assert again is not None and again.instance_id == "q0"
+            again = next_request(taker)
+            assert again.instance_id == "q0"
         while (request := taker.requests.next(timeout=0)) is not None:
             if request.instance_id == "q0":
                 kept.append(request)

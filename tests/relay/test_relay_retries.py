@@ -5,17 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
-from relay.local import CLAIM, COORDINATOR, relay, relayed, stats, take
+from conftest import Spawner, next_retry, take_groups, wait_until
+from relay.local import CLAIM, COORDINATOR, TWICE, relay, relayed, stats
 
 import shmbus
-from shmbus import Request
 from shmbus.inspect.status import read_status
 from shmbus.relay.messages import Wanted
 from shmbus.stash.stash import StashPolicy
-
-TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
-
 
 pytest_plugins = ["relay.relay_fixtures"]
 
@@ -23,37 +19,6 @@ pytest_plugins = ["relay.relay_fixtures"]
 def put(producer: shmbus.Producer, index: int, *, size: int = 2, **more: Any) -> None:
     tokens = np.full(50, index, np.int32)
     producer.put("q", group_size=size, index=index, score=float(index), tokens=tokens, **more)
-
-
-def wanted(producer: shmbus.Producer) -> Request:
-    found: list[Request] = []
-
-    def comes() -> bool:
-        found.extend(producer.requests.retries())
-        return bool(found)
-
-    wait_until(comes)
-    assert len(found) == 1
-    return found[0]
-
-
-@pytest.mark.parametrize("round", [None, 5])
-def test_a_failed_sample_completes_its_group(buses: dict[str, str], round: int | None) -> None:
-    with relayed(buses, "ab", policy=TWICE) as (_, consumer, one, other):
-        put(other, 0, round=round)
-        one.fail("q", 1, "out of memory", group_size=2, round=round)
-        asked = wanted(one)
-        # The first sample tells its needs.
-        assert (asked.instance_id, asked.round, asked.index) == ("q", round, 1)
-        assert (asked.group_size, asked.attempt, asked.reason) == (2, 1, "out of memory")
-        assert read_status(buses["a"]).wanted[0].taken_by is not None
-        put(one, asked.index, round=asked.round)
-        (group,) = take(consumer, 1)
-        assert [t.index for t in group] == [0, 1] and group[0].round == round
-        group.ack()
-        wait_until(lambda: stats(buses["a"]).dropped == {"failed": 1})
-        wait_until(lambda: stats(buses["a"]).undelivered == stats(buses["b"]).undelivered == 0)
-        wait_until(lambda: not read_status(buses["a"]).wanted)
 
 
 def test_a_failed_sample_is_asked_for_once_its_backoff_is_over(buses: dict[str, str]) -> None:
@@ -89,10 +54,10 @@ def test_a_dead_workers_sample_is_a_failed_attempt(
         producer.fail("q", 1, "first", group_size=2, **of)
         wait_until(lambda: "has it" in child.output())
         child.kill()
-        asked = wanted(producer)
+        asked = next_retry(producer)
         assert asked.attempt == 2 and "died while it had it" in asked.reason
         put(producer, 1, **of)
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
 
 
 def test_a_lasting_failure_drops_its_group_on_every_node(buses: dict[str, str]) -> None:
@@ -120,7 +85,7 @@ def test_a_failure_reaches_a_trainer_that_takes_groups_without_it(buses: dict[st
         put(one, 0, size=3)
         put(one, 2, size=3)
         other.fail("q", 1, "out of memory", group_size=3)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert [t.index for t in group] == [0, 2] and len(group) == 2
         group.ack()
         assert stats(buses["t"]).committed == 3
@@ -136,7 +101,7 @@ def test_a_group_without_missing_samples_is_whole(unlike: dict[str, str], split:
     with relayed(unlike, "a", taking, policy=policy) as (_, consumer, producer):
         put(producer, 1, size=4, split=split)
         put(producer, 2, size=4, split=split)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert [t.index for t in group] == [1, 2] and group[0].split == split
         group.ack()
         wait_until(lambda: stats(unlike["a"]).acknowledged == 2)
@@ -151,11 +116,11 @@ def test_what_a_lost_node_had_is_asked_for_elsewhere(buses: dict[str, str]) -> N
         with shmbus.Producer(buses["b"]) as other, shmbus.Consumer(buses["t"]) as consumer:
             wait_until(lambda: made.coordinator.note().announced == 1)
             made.coordinator.forgotten.append(buses["a"])
-            asked = wanted(other)
+            asked = next_retry(other)
             assert (asked.index, asked.group_size) == (0, 2) and "has gone" in asked.reason
             put(other, 0)
             put(other, 1)
-            take(consumer, 1)[0].ack()
+            take_groups(consumer, 1)[0].ack()
             assert made.coordinator.lost == 1
 
 
@@ -164,7 +129,7 @@ def test_a_claim_outlives_the_source_and_the_coordinator(buses: dict[str, str], 
     with relayed(buses, "a", policy=TWICE) as (made, consumer, producer):
         put(producer, 0)
         producer.fail("q", 1, "first", group_size=2)
-        wanted(producer)
+        next_retry(producer)
         made.restart(buses["a"] if who == "source" else COORDINATOR)
         wait_until(lambda: made.coordinator.pure is not None)
         pure = made.coordinator.pure
@@ -175,5 +140,5 @@ def test_a_claim_outlives_the_source_and_the_coordinator(buses: dict[str, str], 
         assert row.taken_by == producer.producer_id and row.attempt == 1
         assert producer.requests.retries() == []
         put(producer, 1)
-        take(consumer, 1)[0].ack()
+        take_groups(consumer, 1)[0].ack()
         wait_until(lambda: not read_status(buses["a"]).wanted)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import answering
-from conftest import wait_until
-from relay.local import COORDINATOR, have_splits, put_group, relay, relayed, stats, take
+from conftest import next_request, next_retry, take_groups, wait_until
+from relay.local import COORDINATOR, TWICE, have_splits, put_group, relay, relayed, stats
 
 import shmbus
 from shmbus import Request
@@ -40,12 +40,6 @@ def put_sample(
     )  # fmt: skip
 
 
-def next_request(producer: shmbus.Producer) -> Request:
-    found = producer.requests.next(timeout=30.0)
-    assert found is not None
-    return found
-
-
 def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) -> None:
     made: Counter[tuple[str, str]] = Counter()
 
@@ -70,11 +64,7 @@ def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) ->
                 )
         for split in ("eval", "train"):
             expected = {f"q{number}" for number in range(offered[split])}
-            found: list[shmbus.Group] = []
-            while len(found) < len(expected):
-                groups = consumer.take(9, split=split, timeout=30.0)
-                assert groups, f"{len(found)} of {len(expected)} of {split}"
-                found += groups
+            found = take_groups(consumer, len(expected), split=split)
             assert {group.instance_id for group in found} == expected
             for group in found:
                 assert group[0].split == split
@@ -130,7 +120,7 @@ def test_groups_made_on_two_nodes_come_whole_and_ledgers_balance(
     with relay([a, b], [t]), shmbus.Consumer(t, split=split) as consumer:
         for number in range(20):
             put_group([a, b], number, round=number % 2 or None, meta={"n": number}, **more)
-        for group in take(consumer, 20):
+        for group in take_groups(consumer, 20):
             number = int(group.instance_id[1:])
             assert [t.index for t in group] == [0, 1, 2, 3]
             assert {(t.split, t.policy_version, t.meta["n"]) for t in group} == {(split, 7, number)}
@@ -162,7 +152,7 @@ def test_a_restarted_party_keeps_groups_exact_and_asks_nothing_twice(
         wait_until(lambda: made.coordinator.note().announced == 1)
         made.restart(address)
         put_sample(other, 1, split=split)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         made.restart(address)
         consumer.request("e", group_size=2, split=split, round=1, prompt=PROMPT)
         requests = [next_request(one) for _ in range(2)]
@@ -170,7 +160,7 @@ def test_a_restarted_party_keeps_groups_exact_and_asks_nothing_twice(
         assert other.requests.next(timeout=0.5) is None
         for request in requests:
             assert request.split == split and one.requests.answer(request, tokens=PROMPT)
-        (second,) = take(consumer, 1)
+        (second,) = take_groups(consumer, 1)
         made.restart(address)
         assert other.requests.next(timeout=0.2) is None
         group.ack()
@@ -190,7 +180,7 @@ def test_a_half_put_evaluation_is_completed(unlike: dict[str, str]) -> None:
         wait_until(lambda: sink._order)
         made.restart(t)
         with shmbus.Consumer(t, split="eval") as consumer:
-            (group,) = take(consumer, 1)
+            (group,) = take_groups(consumer, 1)
             assert len(group) == 4 and group[0].split == "eval"
             group.ack()
         wait_until(lambda: ended(a) == (4, 0, 0))
@@ -206,7 +196,7 @@ def test_groups_of_a_split_that_the_trainer_has_not_wait_are_told_once_and_come_
         put_group([a], 2, split="warmup")
         put_group([a, b], 3)
         with shmbus.Consumer(t) as consumer:
-            take(consumer, 1)[0].ack()
+            take_groups(consumer, 1)[0].ack()
             wait_until(lambda: "split 'warmup'" in caplog.text)
             note = made.coordinator.note()
             assert "split warmup waits for the first trainer's bus" in show_relay("x", note)
@@ -218,11 +208,7 @@ def test_groups_of_a_split_that_the_trainer_has_not_wait_are_told_once_and_come_
                 made.restart(who)
             put_group([b], 4, split="warmup")
             wait_until(lambda: made.coordinator.note().ready == 12)
-            found = []
-            while len(found) < 3:
-                groups = consumer.take(split="warmup", timeout=30.0)
-                assert groups
-                found += groups
+            found = take_groups(consumer, 3, split="warmup")
             assert sorted(group.instance_id for group in found) == ["q1", "q2", "q4"]
             for group in found:
                 group.ack()
@@ -267,11 +253,7 @@ def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(bus_name: 
             assert near.requests.next(timeout=0).instance_id == "mine"
             for number in range(20):
                 put_group([a], number, split="eval")
-            found: list[shmbus.Group] = []
-            while len(found) < 21:
-                groups = one.take(split="eval", timeout=30.0)
-                assert groups
-                found += groups
+            take_groups(one, 21, split="eval")
             assert stats(second).committed == 0
     finally:
         for name in names:
@@ -305,7 +287,7 @@ def test_splits_of_a_bus_are_all(buses: dict[str, str], caplog: pytest.LogCaptur
         made.start(b, lambda box: SourceParty(b, box, COORDINATOR))
         put_group([b], 2, split="more")
         put_group([b], 3)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert group.instance_id == "q3"
         group.ack()
         wait_until(lambda: "split 'more'" in caplog.text)
@@ -348,15 +330,6 @@ def test_neither_equal_scores_nor_an_old_policy_end_an_evaluation(unlike: dict[s
         assert stats(t).committed == 4
 
 
-TWICE = StashPolicy(sample_retries=2, retry_timeout_s=60.0)
-
-
-def wanted(producer: shmbus.Producer) -> Request:
-    found = wait_until(producer.requests.retries)
-    assert len(found) == 1
-    return found[0]
-
-
 @pytest.mark.parametrize(("split", "round"), [("train", None), ("eval", None), ("eval", 5)])
 def test_a_failed_samples_second_attempt_goes_to_another_node(
     unlike: dict[str, str], split: str, round: int | None
@@ -371,17 +344,20 @@ def test_a_failed_samples_second_attempt_goes_to_another_node(
     ):
         put_sample(one, 0, **of)
         one.fail("q", 1, "first", group_size=2, **of)
-        asked = wanted(one)
+        asked = next_retry(one)
         assert (asked.instance_id, asked.round, asked.split) == ("q", round, split)
+        # The first sample tells its needs.
+        assert (asked.group_size, asked.attempt, asked.reason) == (2, 1, "first")
+        assert read_status(a).wanted[0].taken_by is not None
         made.restart(a)
         made.restart(COORDINATOR)
         wait_until(lambda: (pure := made.coordinator.pure) and pure.retries.open == 1)
         one.fail("q", 1, "second", group_size=2, **of)
-        asked = wanted(other)
+        asked = next_retry(other)
         assert (asked.split, asked.index, asked.reason) == (split, 1, "second")
         assert asked.attempt == 2
         put_sample(other, 1, **of)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert [t.index for t in group] == [0, 1] and group.round == round
         group.ack()
         wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
@@ -406,7 +382,7 @@ def test_a_group_that_needs_no_more_ends_alone_on_every_node(
         wait_until(lambda: not one.requests.is_wanted(requests[2]))
         assert not one.requests.answer(requests[2], tokens=PROMPT)
         assert one.requests.next(timeout=0.2) is None
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert len(group) == 2
         group.ack()
         wait_until(lambda: read_status(a).requests.groups == read_status(t).requests.groups == 0)

@@ -205,13 +205,13 @@ def test_what_a_dead_worker_had_in_hand_is_given_to_others_without_a_consumer(
     feeder.request("q", group_size=4)
     taker = spawn.script(TAKER, bus.name, 3)
     taker.expect("all")
-    last = producer.requests.next(5)
-    assert last is not None and last.index == 3
+    last = next_request(producer)
+    assert last.index == 3
     assert producer.requests.next(0.05) is None
     taker.kill()
     for index in range(3):
-        request = producer.requests.next(30)
-        assert request is not None and request.index == index
+        request = next_request(producer)
+        assert request.index == index
     assert totals(bus) == (4, 0, 4, 0, 0, 1)
 
 

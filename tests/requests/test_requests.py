@@ -72,8 +72,8 @@ def test_every_array_comes_back_as_it_was_sent(producer: Producer, feeder: Feede
         "struct": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
     }
     feeder.request("q", group_size=1, **sent)
-    request = producer.requests.next(5)
-    assert request is not None and request.meta is None
+    request = next_request(producer)
+    assert request.meta is None
     for name, value in sent.items():
         assert request[name].dtype == value.dtype and request[name].shape == value.shape
         assert (request[name] == value).all()
@@ -130,8 +130,8 @@ def test_what_was_acknowledged_to_a_daemon_that_has_not_read_it_is_open_no_more(
 
 def test_a_sample_is_answered_once(bus: Bus, producer: Producer, feeder: Feeder) -> None:
     feeder.request("q", group_size=1)
-    request = producer.requests.next(5)
-    assert request is not None and producer.requests.is_wanted(request)
+    request = next_request(producer)
+    assert producer.requests.is_wanted(request)
     assert producer.requests.answer(request, x=X) is True
     assert not producer.requests.is_wanted(request)
     assert producer.requests.answer(request, x=X) is False
@@ -147,8 +147,8 @@ def test_what_is_given_back_is_anothers_before_what_is_new(bus: Bus, feeder: Fee
         first, second = one.requests.next(5), one.requests.next(5)
         assert first is not None and second is not None
         assert one.requests.release(first)
-        again = two.requests.next(5)
-        assert again is not None and (again.instance_id, again.index) == ("a", 0)
+        again = next_request(two)
+        assert (again.instance_id, again.index) == ("a", 0)
         assert not one.requests.answer(first, x=X), "it is the other's"
         one.close()
         assert [(r.instance_id, r.index) for r in take_all(two)] == [("a", 1), ("a", 2), ("b", 0)]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner, ends_of, wait_until
+from conftest import DEFAULT_DEADLINE_S, Daemon, Spawner, ends_of, take_groups, wait_until
 
-from shmbus import Bus, Consumer, Group, Producer
+from shmbus import Bus, Consumer, Producer
 
 FORK = get_context("fork")
 
@@ -19,20 +19,11 @@ def put(producer: Producer, key: str, value: int, size: int = 5000) -> None:
     producer.put(key, group_size=1, index=0, timeout=10, x=np.full(size, value, np.int32))
 
 
-def take(consumer: Consumer, count: int = 1) -> list[Group]:
-    groups: list[Group] = []
-    while len(groups) < count:
-        found = consumer.take(count - len(groups), timeout=DEFAULT_DEADLINE_S)
-        assert found, "no group came"
-        groups += found
-    return groups
-
-
 def overwrite(producer: Producer, consumer: Consumer, rounds: int = 200) -> None:
     """Overwrite every place without a holder, with a bus's worth of records."""
     for i in range(rounds):
         put(producer, f"other{i}", -1)
-        for group in take(consumer):
+        for group in take_groups(consumer):
             group.ack()
 
 
@@ -76,7 +67,7 @@ def test_a_childs_views_are_right_after_its_parent_went_on(
         with Consumer(bus_name, daemon=served) as consumer:
             for i in range(8):
                 put(producer, f"g{i}", i)
-            groups = take(consumer, 8)
+            groups = take_groups(consumer, 8)
             views = [group[0]["x"] for group in groups]
             slices = [view[10:20] for view in views]
             keys = [int(group.instance_id[1:]) for group in groups]
@@ -103,7 +94,7 @@ def test_a_childs_views_are_right_whatever_becomes_of_the_consumer(
 
         def hold() -> Consumer:
             consumer = Consumer(bus_name, daemon=False)
-            (group,) = take(consumer)
+            (group,) = take_groups(consumer)
             views.append(group[0]["x"])
             group.ack()
             return consumer
@@ -136,7 +127,7 @@ def test_children_of_children_and_several_forks_see_what_was_there_at_each(bus_n
         views: list[np.ndarray[Any, Any]] = []
         for i in range(4):
             put(producer, f"g{i}", i)
-            (group,) = take(consumer)
+            (group,) = take_groups(consumer)
             views.append(group[0]["x"])
             group.ack()
             here = list(views)
@@ -204,7 +195,7 @@ def test_workers_of_a_data_loader_read_the_views_of_a_data_set(bus_name: str) ->
     with ends_of(Bus.create(bus_name, "1MiB"), daemon=False) as (producer, consumer):
         for i in range(16):
             put(producer, f"g{i}", i)
-        groups = take(consumer, 16)
+        groups = take_groups(consumer, 16)
         views = [group[0]["x"] for group in groups]
         wanted = [int(group.instance_id[1:]) for group in groups]
         loader = iter(

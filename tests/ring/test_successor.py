@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, wait_until
+from conftest import DEFAULT_DEADLINE_S, take_groups, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -26,13 +26,9 @@ def put(producer: Producer, key: str, timeout: float | None = 30, **more: Any) -
 
 
 def keys(consumer: Consumer, count: int) -> list[str]:
-    found: list[str] = []
-    while len(found) < count:
-        groups = consumer.take(count - len(found), timeout=DEFAULT_DEADLINE_S)
-        assert groups, f"{len(found)} of {count} groups came"
-        found += [group.instance_id for group in groups]
-        consumer.ack(groups)
-    return found
+    groups = take_groups(consumer, count)
+    consumer.ack(groups)
+    return [group.instance_id for group in groups]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Spawner, take_groups, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Group, Producer
@@ -33,13 +33,9 @@ def put_group(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
         put(producer, key, index, size, **more)
 
 
-def take_all(consumer: Consumer, count: int, timeout: float = 30.0) -> list[Group]:
+def take_all(consumer: Consumer, count: int) -> list[Group]:
     """Take exactly `count` groups, and check that no further group comes."""
-    groups: list[Group] = []
-    deadline = time.monotonic() + timeout
-    while len(groups) < count:
-        assert time.monotonic() < deadline, f"{len(groups)} of {count} groups; {consumer.stats()}"
-        groups += consumer.take(count - len(groups), 0.2)
+    groups = take_groups(consumer, count) if count else []
     assert consumer.take(1, 0) == []
     return groups
 

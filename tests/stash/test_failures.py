@@ -2,14 +2,13 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, Spawner, take_groups, wait_until
 from operators import cli
 
 import shmbus
@@ -58,14 +57,6 @@ def put(producer: Producer, key: str, *indices: int, round: int | None = None) -
         producer.put(key, group_size=4, index=index, score=float(index), round=round, x=np.ones(8))
 
 
-def take(consumer: Consumer, count: int, timeout: float = 30.0) -> list[Group]:
-    groups: list[Group] = []
-    deadline = time.monotonic() + timeout
-    while len(groups) < count and time.monotonic() < deadline:
-        groups += consumer.take(count - len(groups), timeout=0.2)
-    return groups
-
-
 def wanted(consumer: Consumer, producer: Producer, count: int = 1) -> list[Request]:
     found: list[Request] = []
 
@@ -97,7 +88,7 @@ def test_a_failed_sample_that_nobody_offered_is_answered_as_a_request(
         assert producer.requests.answer(asked, score=1.0, x=np.ones(8), **more)
         assert not producer.requests.is_wanted(asked)
         producer.put("a", group_size=2, index=1, x=np.ones(8))
-        [group] = take(consumer, 1)
+        [group] = take_groups(consumer, 1)
         assert [sample.score for sample in group] == [1.0, 0.0]
 
 
@@ -131,7 +122,7 @@ def test_one_prompt_that_always_fails_does_not_stop_the_run(
 ) -> None:
     consumer = reader(sample_retries=2)
     workers = [spawn.script(WORKER, bus_name, mine, 2, 20) for mine in range(2)]
-    groups = take(consumer, 19)
+    groups = take_groups(consumer, 19)
     assert sorted(g.instance_id for g in groups) == sorted(f"p{n}" for n in range(20) if n != 3)
     wait_until(lambda: consumer.take(timeout=0.01) or consumer.stats().groups_given_up == 1)
     consumer.ack(groups)
@@ -163,7 +154,7 @@ def test_an_aborted_sample_is_asked_for_alone_and_its_group_completes(
         assert (asked.attempt, asked.reason, asked.fields) == (1, "out of memory", {})
         assert first.requests.retries() == second.requests.retries() == []  # handed out once
         put(second, "a", 2)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert [t.index for t in group] == [0, 1, 2, 3] and group.complete
         assert [t.producer_id for t in group] == [first.producer_id] * 2 + [
             second.producer_id, first.producer_id
@@ -189,7 +180,7 @@ def test_a_sample_whose_taker_is_killed_is_asked_for_again(
         assert (again.instance_id, again.index, again.attempt) == ("a", 2, 2)
         assert "died" in again.reason
         put(producer, "a", 2)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         group.ack()
         assert consumer.stats().balanced
 
@@ -264,7 +255,7 @@ def test_a_new_collector_finds_what_failed_and_who_has_taken_what(
             assert taken == [("a", taker.producer_id), ("b", producer.producer_id)]
             put(taker, "a", 2)
             put(producer, "b", 2)
-            assert {g.instance_id for g in take(consumer, 2)} == {"a", "b"}
+            assert {g.instance_id for g in take_groups(consumer, 2)} == {"a", "b"}
             assert consumer.stats().balanced
         taker.close()
 
@@ -280,7 +271,7 @@ def test_a_request_whose_sample_came_while_nobody_collected_is_withdrawn(
         old.kill()
         put(producer, "a", 2)
         with Consumer(bus_name, sample_retries=3) as consumer:
-            (group,) = take(consumer, 1)
+            (group,) = take_groups(consumer, 1)
             assert consumer.take(timeout=0.01) == [] == producer.requests.retries()
             assert read_status(bus_name).wanted == []
             group.ack()
@@ -311,7 +302,7 @@ def test_a_killed_daemon_asks_on(daemon: Serve, bus_name: str) -> None:
         served.kill()
         daemon("--sample-retries", "2")
         put(producer, "a", sample.index)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert group.complete
         group.ack()
         wait_until(lambda: consumer.stats().dropped == {"failed": 1})
@@ -333,7 +324,7 @@ def test_a_stopped_taker_does_not_stop_the_bus(bus_name: str, spawn: Spawner) ->
         (again,) = wanted(consumer, producer)
         assert again.attempt > taken and "after it was asked for" in again.reason
         producer.put("a", group_size=1, index=0)
-        assert len(take(consumer, 1)) == 1
+        assert len(take_groups(consumer, 1)) == 1
 
 
 # --- the operators' view
@@ -395,7 +386,7 @@ def test_reports_survive_a_snapshot(bus_name: str, tmp_path: Path) -> None:
             ("a", 2, 4, "flaky"), ("b", 1, 0, "flaky too"),
         }  # fmt: skip
         put(producer, "a", 2)
-        (group,) = take(consumer, 1)
+        (group,) = take_groups(consumer, 1)
         assert group.complete and consumer.stats().balanced
     shmbus.unlink(bus_name)
 

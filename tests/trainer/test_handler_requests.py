@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, keys_of, wait_until
+from conftest import Daemon, keys_of, next_request, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
@@ -129,8 +129,7 @@ def test_a_prompt_that_is_offered_again_after_a_checkpoint_is_made_again_and_onc
         assert handler.request("q", group_size=2, round=0, prompt=TOKENS) > 0
         if reported:
             # Its first record is a failure, no late one of the previous group.
-            request = producer.requests.next(5)
-            assert request is not None
+            request = next_request(producer)
             producer.requests.fail(request, "out of memory")
             with pytest.raises(TimeoutError):
                 handler.next_batch(0)  # reads the ring
@@ -223,5 +222,5 @@ def test_a_handler_offers_lists_by_its_schema(bus: Bus, producer: Producer) -> N
         handler.request("q", group_size=1, ids=[1, 2])
         with pytest.raises(TypeError, match=r"^missing the field 'ids'"):
             handler.request("r", group_size=1, image=[[1], [2], [3]])
-        request = producer.requests.next(timeout=5)
-        assert request is not None and request["ids"].dtype == np.int64
+        request = next_request(producer)
+        assert request["ids"].dtype == np.int64

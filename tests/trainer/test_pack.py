@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import keys_of
+from conftest import keys_of, take_groups
 from numpy_batches import PER_TOKEN, assert_batch, put, put_random, sample
 
 import shmbus
@@ -158,9 +158,7 @@ def test_memory_of_a_kept_tensor_is_not_reused(bus: Bus, producer: Producer, see
     put_random(producer, seed, 8)
     memory = BatchMemory()
     with Consumer(bus.name) as consumer:
-        groups = consumer.take(8, 10)
-        while len(groups) < 8:
-            groups += consumer.take(8, 10)
+        groups = take_groups(consumer, 8)
         kept, wanted, places = [], [], set()
         for group in groups:
             batch = pack(group, memory=memory)

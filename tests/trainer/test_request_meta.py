@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import wait_until
+from conftest import next_request, wait_until
 
 import shmbus
 from trainer_adapter.adapters.requested_groups import columns_for
@@ -68,8 +68,7 @@ def manager(
         )
         made[-1].generate_sequences(_Batch(prompts))
         with shmbus.Producer(bus.name) as producer:
-            request = producer.requests.next(timeout=30)
-            assert request is not None
+            request = next_request(producer)
             producer.requests.fail(request, "told")
         meta: dict[str, Any] = request.meta
         return meta

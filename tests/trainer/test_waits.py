@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import keys_of, wait_until
+from conftest import keys_of, next_request, wait_until
 
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import OnlineDataHandler
@@ -72,15 +72,13 @@ def test_a_wait_that_nobody_can_end_is_ended_at_once(bus: Bus, prefetch: int) ->
     with OnlineDataHandler(bus.name, groups_per_batch=2, prefetch=prefetch) as handler:
         handler.request("q", group_size=1)
         with Producer(bus.name) as producer:
-            request = producer.requests.next(timeout=30)
-            assert request is not None
+            request = next_request(producer)
             producer.requests.answer(request, score=1.0, tokens=TOKENS)
         with pytest.raises(TimeoutError, match=r"1 of 2 groups are held .* no prompt is open"):
             handler.next_batch()  # unlimited
         handler.request("r", group_size=1)
         with Producer(bus.name) as producer:
-            request = producer.requests.next(timeout=30)
-            assert request is not None
+            request = next_request(producer)
             producer.requests.answer(request, score=1.0, tokens=TOKENS)
         assert keys_of(handler.next_batch(30)) == ["q", "r"]
 
@@ -90,8 +88,7 @@ def test_a_wait_goes_on_while_somebody_may_put(bus: Bus, producer: Producer) -> 
         with pytest.raises(TimeoutError, match=r"no batch within 0\.3 s"):
             handler.next_batch(0.3)  # without requests: any producer may put
         handler.request("q", group_size=1)
-        request = producer.requests.next(timeout=30)
-        assert request is not None
+        request = next_request(producer)
         producer.requests.fail(request, "none")
         with pytest.raises(TimeoutError, match=r"no batch within 0\.3 s.*no prompt is open"):
             handler.next_batch(0.3)  # the producer may put without a request
