@@ -568,8 +568,9 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         )
 
     def _sentence(self) -> str:
-        """Return the first line of `shmbus status`, as the rest of a sentence."""
-        said = wait_sentence(self._consumer.name, self._planner.missing_text)
+        """Return a helper's unfinished work, or the first line of `shmbus status`."""
+        said = self._take.describe() if isinstance(self._take, WorkedOn) else ""
+        said = said or wait_sentence(self._consumer.name, self._planner.missing_text)
         return f": {said.removesuffix('.')}" if said else ""
 
     def _note_quiet(self) -> None:
