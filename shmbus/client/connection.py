@@ -106,7 +106,7 @@ class Connection:
             wire.send(msgspec.structs.replace(self._hello, **hello))
             welcome = self._receive_welcome(wire)
             leases.set_client(welcome.client)
-            self._daemon_pid = welcome.pid if welcome.pid else wire.pid
+            self._daemon_pid = wire.pid or welcome.pid  # 0 from another pid namespace
             if returns:
                 self._claim(wire)
                 wire.send(*end_trained_messages(self._state.trained))

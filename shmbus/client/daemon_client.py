@@ -301,9 +301,9 @@ class DaemonClient:
     def policy_version(self, version: int) -> None:
         self._demand(lambda id_: messages.SetPolicyVersion(id=id_, policy_version=version))
 
-    def stats(self) -> Ledger:
+    def stats(self, timeout: float | None = None) -> Ledger:
         """Return the daemon's ledger."""
-        reply = self._demand(lambda id_: messages.GetLedger(id=id_))
+        reply = self._demand(lambda id_: messages.GetLedger(id=id_), timeout)
         assert isinstance(reply, messages.LedgerReply)
         return reply.ledger
 
@@ -338,12 +338,14 @@ class DaemonClient:
         for message in end_trained_messages(packed) or [messages.EndTrained(id=0, names=b"")]:
             self._demand(functools.partial(_with_id, message))
 
-    def _demand(self, make: Callable[[int], messages.Request]) -> messages.Reply:
+    def _demand(
+        self, make: Callable[[int], messages.Request], timeout: float | None = None
+    ) -> messages.Reply:
         """Send a request that the daemon answers immediately, and return the reply."""
         began = time.monotonic()
-        deadline = began + limits.CLIENT_WAIT_S
+        wait_s = limits.CLIENT_WAIT_S if timeout is None else timeout
         try:
-            answer = self.connection.request(make, deadline, limits.CLIENT_WAIT_S, takes=False)
+            answer = self.connection.request(make, began + wait_s, wait_s, takes=False)
         except errors.DaemonUnavailableError:
             raise
         except BaseException:

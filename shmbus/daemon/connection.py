@@ -263,7 +263,7 @@ class Connection(asyncio.Protocol):
             messages.Welcome(
                 version=messages.VERSION,
                 client=found.client,
-                pid=self._peer_pid,
+                pid=os.getpid(),
                 policy=dict(service.policy),
             )
         )

@@ -476,7 +476,10 @@ class Columns(ClosedByWith):
         -------
         str
         """
-        stats = self._consumer.stats()
+        try:
+            stats = self._consumer.stats(_OPEN_S)
+        except errors.DaemonUnavailableError as error:
+            return str(error)
         return (
             f"columns {', '.join(self._columns)}: {stats.producers} annotators are attached, "
             f"{stats.requests.open} groups wait for one and {stats.requests.claimed} are in work: "

@@ -1029,10 +1029,13 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         source = self._require_source()
         source.policy_version = self._policy_version = check_policy_version(version)
 
-    def stats(self) -> Ledger:
+    def stats(self, timeout: float | None = None) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now.
 
-        With a daemon the call waits for its answer, CLIENT_WAIT_S (30 s) at most.
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for a daemon's answer; None for CLIENT_WAIT_S (30 s).
 
         Returns
         -------
@@ -1046,7 +1049,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         BusClosedError
             The consumer is closed, or was made before a fork.
         """
-        return self._require_source().stats()
+        return self._require_source().stats(check_timeout(timeout))
 
     @property
     def closed(self) -> bool:

@@ -492,7 +492,7 @@ class Collector:
         self.segment.policy_version = version
         self._lead.follow(self.stash.table.leased_groups)
 
-    def stats(self) -> Ledger:
+    def stats(self, _timeout: float | None = None) -> Ledger:
         """Return the ledger: where every trajectory ever committed is now."""
         with self.lock:
             self._upkeep.sweep(time.monotonic())

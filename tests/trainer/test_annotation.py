@@ -10,6 +10,8 @@ import shmbus
 from shmbus import Bus, Producer
 from trainer_adapter import ExtraField, OnlineDataHandler
 
+TOKENS = np.arange(3, dtype=np.int32)
+
 
 def put(producer: Producer, key: str, lengths: tuple[int, ...] = (3, 5)) -> None:
     producer.put_group(
@@ -129,3 +131,31 @@ def test_groups_of_a_batch_have_the_same_columns(bus: Bus, producer: Producer) -
         pytest.raises(ValueError, match="group 'b': expected the column 'ref_logprobs'"),
     ):
         handler.next_batch(30)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("kind", ["token", "sequence"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_column_that_is_not_finite_costs_its_group(
+    bus: Bus, producer: Producer, layout: Any, kind: Any, masked: bool
+) -> None:
+    for key in ("a", "b"):
+        rows = [
+            {"tokens": TOKENS, "loss_mask": np.uint8([1, index or not masked, 1])}
+            for index in range(2)
+        ]
+        producer.put_group(key, [{"score": 1.0, "rows": rows}, {"score": 0.0, "rows": rows[1:]}])
+
+    def annotate(group: shmbus.Group) -> dict[str, Any]:
+        found = [np.zeros(6, np.float32), np.zeros(3, np.float32)]
+        if group.instance_id == "a":
+            found[0][1] = np.nan
+        return {"x": found if kind == "token" else [one.sum() for one in found]}
+
+    with OnlineDataHandler(
+        bus.name, groups_per_batch=1, annotate_group=annotate, layout=layout, malformed="drop",
+        extra_fields={"x": kind},
+    ) as handler:  # fmt: skip
+        expected = ["a", "b"] if kind == "token" and masked else ["b"]
+        assert [handler.next_batch(30).instance_ids[0] for _ in expected] == expected
+        assert handler.stats().dropped.get("malformed", 0) == 4 - 2 * len(expected)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -64,6 +65,12 @@ class Helper:
 FORMS = ["score", "async score", "annotate", "async annotate"]
 
 
+def poll(handler: OnlineDataHandler) -> str:
+    with pytest.raises(TimeoutError) as caught:
+        handler.next_batch(0.2)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_wait_in_time_calls_once(bus: Bus, producer: Producer, form: str, prefetch: int) -> None:
@@ -72,13 +79,15 @@ def test_a_wait_in_time_calls_once(bus: Bus, producer: Producer, form: str, pref
     with OnlineDataHandler(
         bus.name, groups_per_batch=1, prefetch=prefetch, **helper.options
     ) as handler:
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                handler.next_batch(0.2)
+        wait_until(lambda: poll(handler) and helper.calls)
+        kind = "annotate_group" if "annotate" in form else "score_group"
+        for _ in range(2):
+            assert f": {kind}: group '{STUCK}' has waited" in poll(handler)
         assert helper.calls == {STUCK: 1}
-        helper.over.set()
+        threading.Timer(0.1, helper.over.set).start()
         if "async" not in form:
-            assert len(handler.next_batch(30).groups) == 1
+            assert len(handler.next_batch().groups) == 1
+            assert helper.calls == {STUCK: 1}
     with Consumer(bus.name) as consumer:
         assert len(consumer.take(timeout=10)) == 1 and consumer.stats().balanced
 

@@ -1,12 +1,15 @@
 """A waiting trainer: a timeout bounds the call, nothing held is lost, the error tells the cause."""
 
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import keys_of, next_request, wait_until
+from conftest import Daemon, keys_of, next_request, wait_until
 
 from shmbus import Bus, Consumer, Producer
+from shmbus.base import limits
 from trainer_adapter import OnlineDataHandler
 
 TOKENS = np.arange(4, dtype=np.int32)
@@ -92,6 +95,24 @@ def test_a_wait_goes_on_while_somebody_may_put(bus: Bus, producer: Producer) -> 
         producer.requests.fail(request, "none")
         with pytest.raises(TimeoutError, match=r"no batch within 0\.3 s.*no prompt is open"):
             handler.next_batch(0.3)  # the producer may put without a request
+
+
+@pytest.mark.parametrize(("prefetch", "ranks"), [(0, 1), (1, 1), (0, 2)])
+def test_a_stopped_daemon_lengthens_no_wait(
+    daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch, prefetch: int, ranks: int
+) -> None:
+    monkeypatch.setattr(limits, "CLIENT_WAIT_S", 600.0)
+    served = daemon("--capacity", "16MiB")
+    with OnlineDataHandler(
+        served.name, groups_per_batch=1, prefetch=prefetch, rank=0, world_size=ranks
+    ) as handler:
+        handler.offer([{"prompt": [1]}], group_size=1)
+        with pytest.raises(TimeoutError, match="1 prompt is open"):
+            handler.next_batch(0.2)
+        served.child.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match=rf"its daemon \(last pid {served.child.pid}\)"):
+            handler.next_batch(0.2)
+        served.child.send_signal(signal.SIGCONT)
 
 
 SIX = np.arange(6, dtype=np.int32)

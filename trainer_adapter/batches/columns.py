@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 import shmbus
 from trainer_adapter.batches.extra_fields import ExtraFields, declared_dtype
+from trainer_adapter.batches.finite import SampleError
 from trainer_adapter.batches.rows import RowSplit, selected
 
 __all__ = ["check_columns", "column_tensors"]
@@ -92,9 +93,14 @@ def column_tensors(
     names: Sequence[str],
     wanted: ExtraFields,
     rows: RowSplit | None,
-    device: torch.device,
+    loss_mask: torch.Tensor,
+    lengths: NDArray[np.int64],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the columns of a batch, as tensors and as kinds."""
+    """Return the columns of a batch, as tensors and as kinds.
+
+    `loss_mask` is the packed row's, `lengths` has the tokens of each sample.
+    """
+    begins = np.cumsum(lengths) - lengths
     extra: dict[str, torch.Tensor] = {}
     kinds = {name: column_kind(wanted, name) for name in names}
     for name, kind in kinds.items():
@@ -102,16 +108,25 @@ def column_tensors(
         owners = [(group, t) for group in groups for t in group.trajectories]
         first = 0 if kind == "sequence" else 1
         expected = arrays[0].dtype, arrays[0].shape[first:]
-        for (group, t), one in zip(owners, arrays, strict=True):
+        for sample, ((group, t), one) in enumerate(zip(owners, arrays, strict=True)):
             if (one.dtype, one.shape[first:]) != expected:
                 raise ValueError(
                     f"{_of(group, name)}: sample {t.index}: expected {expected[0]} of shape "
                     f"{expected[1]}, as the first of its batch, got {one.dtype} of "
                     f"{one.shape[first:]}"
                 )
+            if not np.isfinite(one).all():
+                begin = int(begins[sample])
+                trained = loss_mask[begin : begin + int(lengths[sample])].cpu().numpy()
+                if trained.any() if kind == "sequence" else not np.isfinite(one[trained]).all():
+                    raise SampleError(
+                        f"{_of(group, name)}: sample {t.index}: expected finite numbers for "
+                        "trained tokens; correct what computes them, or mask the tokens",
+                        sample,
+                    )
         values = torch.from_numpy(np.concatenate(arrays) if kind == "token" else np.stack(arrays))
         declared = wanted.declared(name)
-        values = values.to(device, None if declared is None else declared_dtype(declared))
+        values = values.to(loss_mask.device, None if declared is None else declared_dtype(declared))
         if kind == "sequence" and rows is not None:
             values = selected(values, rows.sample_of)
         extra[name] = values

@@ -154,8 +154,9 @@ class BatchPlan(NamedTuple):
                 offsets |= support_offsets(self.wanted, extra, offsets, tensors, samples)
             parts.update(extra=extra, extra_offsets=offsets, extra_kinds=kinds)
         if added:
-            device = parts["tokens"].device
-            extra, kinds = column_tensors(self.groups, added, self.wanted, self.rows, device)
+            extra, kinds = column_tensors(
+                self.groups, added, self.wanted, self.rows, tensors["loss_mask"], samples.samples[3]
+            )
             parts["extra"] = parts.get("extra", {}) | extra
             parts["extra_kinds"] = parts.get("extra_kinds", {}) | kinds
         return Batch.of_facts(facts, **parts)

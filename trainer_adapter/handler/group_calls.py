@@ -81,6 +81,8 @@ class GroupCalls:
         self._loop = _LoopThread() if is_async else None
         self.is_async = is_async
         self._under_way: dict[int, _Call] = {}
+        #: The latest call in a caller's thread.
+        self._direct: _Call | None = None
         self._reported_s = time.monotonic()
 
     def run(
@@ -94,9 +96,14 @@ class GroupCalls:
         The next run waits again for a group with a call under way. Without `wait_s` and a limit a
         function runs in the caller's thread.
         """
-        if self._loop is None and wait_s is None and self._call_timeout_s is None:
-            for group in groups:
-                self._end(group, functools.partial(self._function, group), settle)
+        unlimited = wait_s is None and self._call_timeout_s is None
+        if self._loop is None and unlimited and not self._under_way:
+            try:
+                for group in groups:
+                    self._direct = _Call(group, concurrent.futures.Future(), 1, time.monotonic())
+                    self._end(group, functools.partial(self._function, group), settle)
+            finally:
+                self._direct = None
             return
         deadline_s = math.inf if wait_s is None else time.monotonic() + wait_s
         if self._loop is not None:
@@ -164,12 +171,20 @@ class GroupCalls:
         if now_s < max(call.began_s, self._reported_s) + REPORT_S:
             return
         self._reported_s = now_s
+        if text := self.describe():
+            logger.warning("%s", text)
+
+    def describe(self) -> str:
+        """Describe the longest-running call; empty without one."""
+        running = [call for call in self._under_way.copy().values() if not call.future.done()]
+        running += [] if self._direct is None else [self._direct]
+        if not running:
+            return ""
+        first = min(running, key=lambda call: call.began_s)
         explain = getattr(self._function, "explain", None)
-        why = f": {explain(call.group)}" if explain is not None else ""
-        logger.warning(
-            "%s: group %r has waited %.0f s%s",
-            self._name, call.group.instance_id, now_s - call.began_s, why,
-        )  # fmt: skip
+        why = f": {explain(first.group)}" if explain is not None else ""
+        waited_s = time.monotonic() - first.began_s
+        return f"{self._name}: group {first.group.instance_id!r} has waited {waited_s:.0f} s{why}"
 
     def _settle(
         self, groups: Sequence[shmbus.Group], settle: Callable[[shmbus.Group, Any], None]
@@ -310,14 +325,14 @@ class GroupScoring:
         drop_equal: bool,
         call_timeout_s: float | None,
     ) -> None:
-        self._calls = GroupCalls("score_group", score_group, drop, call_timeout_s)
+        self.calls = [GroupCalls("score_group", score_group, drop, call_timeout_s)]
         self._drop = drop
         self._drop_equal = drop_equal and drop is not None
 
     @property
     def is_async(self) -> bool:
         """True if another thread computes the scores."""
-        return self._calls.is_async
+        return self.calls[0].is_async
 
     def run(
         self, groups: list[shmbus.Group], wait_s: float | None = None, *, trained: bool = True
@@ -326,7 +341,7 @@ class GroupScoring:
         unscored = [group for group in groups if not self.is_done(group)]
         if unscored:
             settle = functools.partial(self._settle, trained=trained)
-            self._calls.run(unscored, settle, wait_s)
+            self.calls[0].run(unscored, settle, wait_s)
 
     def is_done(self, group: shmbus.Group) -> bool:
         """Return True if every sample is scored or the group ended."""
@@ -348,7 +363,7 @@ class GroupScoring:
 
     def close(self) -> None:
         """End running calls; callers waiting for scores get BusClosedError."""
-        self._calls.close()
+        self.calls[0].close()
 
 
 def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
@@ -383,7 +398,7 @@ class GroupAnnotation:
     ) -> None:
         given: Any = annotate_group
         passes = given if isinstance(given, Sequence) else [given]
-        self._passes = [GroupCalls("annotate_group", one, drop, call_timeout_s) for one in passes]
+        self.calls = [GroupCalls("annotate_group", one, drop, call_timeout_s) for one in passes]
         #: Groups in progress, by identity, each with its count of finished passes.
         self._begun: dict[int, tuple[shmbus.Group, int]] = {}
         self._tokens = tokens
@@ -392,19 +407,19 @@ class GroupAnnotation:
     @property
     def is_async(self) -> bool:
         """True if another thread computes every column."""
-        return all(calls.is_async for calls in self._passes)
+        return all(calls.is_async for calls in self.calls)
 
     def run(self, groups: list[shmbus.Group], wait_s: float | None) -> None:
         """Add missing columns to groups."""
         deadline_s = None if wait_s is None else time.monotonic() + wait_s
-        for number, calls in enumerate(self._passes):
+        for number, calls in enumerate(self.calls):
             due = [g for g in groups if g.state == "leased" and self._count(g) == number]
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             calls.run(due, self._settle, left_s)
 
     def is_done(self, group: shmbus.Group) -> bool:
         """Return True if the group's columns are complete or the group ended."""
-        if group.state == "leased" and self._count(group) < len(self._passes):
+        if group.state == "leased" and self._count(group) < len(self.calls):
             return False
         self._begun.pop(id(group), None)
         return True
@@ -412,7 +427,7 @@ class GroupAnnotation:
     def _count(self, group: shmbus.Group) -> int:
         """Return a group's count of finished passes; the maximum if its columns are complete."""
         found = self._begun.get(id(group))
-        return (len(self._passes) if group.annotated else 0) if found is None else found[1]
+        return (len(self.calls) if group.annotated else 0) if found is None else found[1]
 
     def _settle(self, group: shmbus.Group, given: Any) -> None:
         count = self._count(group)
@@ -422,5 +437,5 @@ class GroupAnnotation:
 
     def close(self) -> None:
         """End running calls; waiting callers get BusClosedError."""
-        for calls in self._passes:
+        for calls in self.calls:
             calls.close()

@@ -63,7 +63,7 @@ from trainer_adapter.handler.metrics import HandlerMetrics
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import DropNotes, Progress, describe_wait
-from trainer_adapter.handler.prompts import PromptOffers, PromptsEndedError
+from trainer_adapter.handler.prompts import LEDGER_S, PromptOffers, PromptsEndedError
 from trainer_adapter.handler.take import (
     QUIET_NOTE_S,
     Take,
@@ -561,8 +561,9 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         )
 
     def _sentence(self) -> str:
-        """Return the first line of `shmbus status`, as the rest of a sentence."""
-        said = wait_sentence(self._consumer.name, self._planner.missing_text)
+        """Return a helper's unfinished work, or the first line of `shmbus status`."""
+        said = self._take.describe() if isinstance(self._take, WorkedOn) else ""
+        said = said or wait_sentence(self._consumer.name, self._planner.missing_text)
         return f": {said.removesuffix('.')}" if said else ""
 
     def _note_quiet(self) -> None:
@@ -571,11 +572,13 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         )
 
     def _what_is_there(self) -> str:
-        ledger = self._consumer.stats()
+        try:
+            ledger = self._consumer.stats(LEDGER_S)
+        except shmbus.DaemonUnavailableError as error:
+            return str(error)
         dropped = self._drops.news(ledger, self.step)
-        return describe_wait(
-            self._consumer.name, ledger, self._planner, dropped, self._prompts.open_text()
-        )
+        open_text = self._prompts.open_text(ledger)
+        return describe_wait(self._consumer.name, ledger, self._planner, dropped, open_text)
 
     # -- the end of a batch ---------------------------------------------------------------------
 

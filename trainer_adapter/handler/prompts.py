@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 #: Seconds between two looks at the open prompts, while waiting for a batch: a group's end without a
 #: batch wakes no thread.
 LOOK_S: Final = 0.1
+#: Seconds to wait for a daemon's ledger while a batch is awaited.
+LEDGER_S: Final = 1.0
 
 
 class _Seen(NamedTuple):
@@ -52,6 +54,10 @@ class _Seen(NamedTuple):
     def is_empty(self) -> bool:
         """True if no complete group can come."""
         return not (self.incomplete or self.unread)
+
+
+#: Of a silent daemon: anything may come.
+_UNSEEN: Final = _Seen(incomplete=1, ready=0, leased=0, unread=1, producers=1)
 
 
 class PromptsEndedError(EOFError):
@@ -260,15 +266,18 @@ class PromptOffers:
         """Return the groups of a rank above 0, possibly unknown to rank 0 at its save."""
         return [] if self._rank == 0 else list(self._keys_out().elements())
 
-    def _count_coming(self) -> int:
+    def _count_coming(self, ledger: shmbus.Ledger | None = None) -> int:
         """Count the requests with groups open or on their way, and in no batch."""
         if self._world_size == 1:
             return self._count_open(self._keys_in_batches())
         # Groups held by further ranks form a shard, and so a batch.
-        return max(0, self._count_open() - self._see().leased)
+        return max(0, self._count_open() - self._see(ledger).leased)
 
-    def _see(self) -> _Seen:
-        ledger = self._consumer.stats()
+    def _see(self, ledger: shmbus.Ledger | None = None) -> _Seen:
+        try:
+            ledger = ledger or self._consumer.stats(LEDGER_S)
+        except shmbus.DaemonUnavailableError:
+            return _UNSEEN
         splits = dict(ledger.splits)
         here = splits.pop(self._split, None)
         incomplete, ready, leased = (
@@ -307,11 +316,11 @@ class PromptOffers:
         seen = self._see()
         return seen.is_empty and not seen.ready and not seen.producers
 
-    def open_text(self) -> str:
+    def open_text(self, ledger: shmbus.Ledger) -> str:
         """Describe the number of open prompts, for a message; empty for a run without prompts."""
-        if not (self._offers or self._consumer.stats().requests.offered):
+        if not (self._offers or ledger.requests.offered):
             return ""
-        coming = self._count_coming() - len(self._planner.waiting)
+        coming = self._count_coming(ledger) - len(self._planner.waiting)
         if coming > 0:
             return f"{several(coming, 'prompt', 'are')} open or on their way"
         if self._source is None:

@@ -84,6 +84,11 @@ class WorkedOn:
         self._waiting = [group for group in self._waiting if id(group) not in done]
         return [group for group in rest if group.state == "leased"]
 
+    def describe(self) -> str:
+        """Describe the longest-running work on a group; empty without any."""
+        texts = (calls.describe() for work in self._works for calls in work.calls)
+        return next(filter(None, texts), "")
+
 
 def take_until_due(
     planner: BatchPlanner[Batch],
