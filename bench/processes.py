@@ -134,6 +134,12 @@ class Started:
         """Wait for the process to end by itself."""
         self._process.join(seconds)
 
+    def stop(self) -> None:
+        """End the process by SIGTERM, for a role that removes its own segments; then kill."""
+        self._process.terminate()
+        self._process.join(END_S)
+        self.end()
+
     def end(self) -> None:
         """Kill the process by SIGKILL, and reap the remains."""
         self._process.kill()
@@ -173,7 +179,7 @@ def run_together(roles: Sequence[Role], deadline_s: float = DEADLINE_S) -> list[
         return [results[number] for number in range(len(roles))]
     finally:
         for one in started:
-            one.end()
+            one.stop()
 
 
 def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -71,7 +71,7 @@ _CHECKS_OF_PAGE: Final = {
     "docs/compat.md#torch": "torch",
     "docs/errors.md#by-symptom": "round_trip",
     "docs/faq.md#how-much-devshm": "memory shm",
-    "docs/faq.md#which-platforms-which-status": "file_locks kernel locks python",
+    "docs/faq.md#which-platforms-which-status": "file_locks kernel python",
     "docs/first-hour.md#install": "msgspec numpy packages prometheus_client "
     "safetensors shmbus uvloop",
     "docs/operating.md#cleaning-up": "foreign_files leftovers",
@@ -262,7 +262,7 @@ def _check_kernel() -> Iterator[Finding]:
         yield Finding("kernel", "ok", f"Linux {release}")
 
 
-def _check_locks() -> Iterator[Finding]:
+def _check_file_locks() -> Iterator[Finding]:
     """Check the kernel for open-file-description locks, needed by every proof of death."""
     with tempfile.TemporaryFile(dir=_SHM, prefix="shmbus-doctor-") as file:
         holder = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC)
@@ -392,7 +392,7 @@ _CHECKS: Final[tuple[Callable[[], Iterator[Finding]], ...]] = (
     _check_logout,
     _check_huge_pages,
     _check_kernel,
-    _check_locks,
+    _check_file_locks,
     _check_cpu,
     _check_python,
     _check_shmbus,

@@ -55,6 +55,9 @@ def _create_into(
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
     except posix_ipc.PermissionsError as error:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path) from error
+    except OSError as error:  # without the file's name, and for a limit of files without a number
+        number, said = error.errno or errno.EMFILE, error.strerror or str(error)
+        raise OSError(number, said, path) from error
     known = os.fstat(fd)
     try:
         handle = create(fd)

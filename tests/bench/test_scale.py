@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
-from conftest import Spawner
+from conftest import Spawner, wait_until
 
+from bench.processes import descendants
 from bench.row import Row
 from bench.scale import SCALES, exponent
 
@@ -41,3 +44,20 @@ def test_the_short_form_measures_each_row_at_its_sizes(
         assert tuple(row.figures["sizes"]) == SCALES[name].quick
         (costs,) = row.figures["us"]
         assert len(costs) == len(SCALES[name].quick) and min(costs) >= 0
+
+
+@pytest.mark.parametrize("row", ["workers", "subscribers"])
+def test_an_interrupted_report_leaves_no_segment(row: str, spawn: Spawner) -> None:
+    child = spawn.module("bench.scale", "--quick", "--only", row, "--repetitions", 99, env=PATH)
+
+    measuring: set[int] = set()
+
+    def segments() -> list[str]:
+        measuring.update(descendants(child.pid))
+        pids = "|".join(map(str, measuring))
+        return [name for name in os.listdir("/dev/shm") if re.search(f"scale-({pids})$", name)]
+
+    wait_until(segments)
+    child.popen.send_signal(signal.SIGINT)
+    assert child.wait() == 128 + signal.SIGINT
+    assert segments() == []

@@ -56,6 +56,15 @@ def test_doctor_says_what_pages_a_bus_really_has() -> None:
     assert bool(finding.hint) == (mapped == 0)
 
 
+def test_a_check_keeps_its_name_where_it_cannot_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {finding.check for finding in doctor.diagnose(torch=False)}
+    monkeypatch.setattr(doctor, "_SHM", tmp_path / "missing")
+    findings = {finding.check: finding.level for finding in doctor.diagnose(torch=False)}
+    assert findings["file_locks"] == "warn" and findings.keys() <= names
+
+
 def test_a_failing_check_gives_status_1_with_a_hint(tmp_path: Path) -> None:
     # A file size limit below any bus: what a user meets who set ulimit -f.
     command = f"ulimit -f 64; exec {sys.executable} -m shmbus.cli doctor --quick"

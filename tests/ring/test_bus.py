@@ -3,6 +3,7 @@
 Damage goes through a mapping of the test's own. Crashes and hangs happen in a child.
 """
 
+import errno
 import mmap
 import multiprocessing
 import os
@@ -613,3 +614,18 @@ def test_a_segment_of_another_layout_is_told_with_who_has_it_and_what_to_do(
     holder.expect("ready")
     version = re.escape(shmbus.__version__)
     assert_refused(bus_name, rf"pid {holder.pid} \(shmbus {version}\) has it open: use that shmbus")
+
+
+def test_a_bus_that_cannot_be_created_names_its_file(bus_name: str, spawn: Spawner) -> None:
+    script = (
+        "import os, resource, sys, shmbus\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "used = max(map(int, os.listdir('/proc/self/fd')))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))\n"
+        "try:\n"
+        "    shmbus.Bus.create(sys.argv[1], '64KiB')\n"
+        "except OSError as error:\n"
+        "    print(error.errno, error.filename)\n"
+    )
+    said = spawn.script(script, bus_name).finish()
+    assert said.split() == [str(errno.EMFILE), str(shm_path(bus_name))]
