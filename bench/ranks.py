@@ -129,7 +129,7 @@ def _train(
             batch = handler.next_batch(STALL_S)
             if not step:
                 began, began_cpu = time.monotonic(), time.process_time()
-            sequences += batch.sequences
+            sequences += batch.num_sequences
             handler.ack(batch)
         ended, cpu_s = time.monotonic(), time.process_time() - began_cpu
         if sequences != steps * PER_BATCH:

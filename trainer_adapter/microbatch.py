@@ -98,7 +98,7 @@ class MicroBatch(TensorHolder):
 
     def __repr__(self) -> str:
         return (
-            f"<MicroBatch: {self.sequences} sequences, longest {self.max_seqlen} tokens, "
+            f"<MicroBatch: {self.num_sequences} sequences, longest {self.max_seqlen} tokens, "
             f"{self.layout} on {self.tokens.device}>"
         )
 

@@ -172,7 +172,7 @@ def _pack_all(start: Callable[[], None], name: str, workload: Workload) -> float
         while done < workload.trajectories:
             batch = handler.next_batch(STALL_S)
             began = began or time.perf_counter()
-            done += batch.sequences
+            done += batch.num_sequences
             handler.ack(batch)
         assert began is not None
         seconds = time.perf_counter() - began

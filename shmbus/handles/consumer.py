@@ -43,7 +43,6 @@ from shmbus.base.arguments import (
     names_options,
 )
 from shmbus.base.closing import ClosedByAnyWith
-from shmbus.base.format import show_wait
 from shmbus.base.ledger import Ledger, TrainedBefore
 from shmbus.base.loop_waits import LoopWaits
 from shmbus.client.daemon_client import DaemonClient
@@ -452,46 +451,13 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         ProtocolError, StallError, DaemonUnavailableError
             As for `take`; a new iteration may start.
         """
-        return self._iterate(None)
-
-    def iter(self, timeout: float | None = None) -> Iterator[Group]:
-        """Yield complete groups until `close`, with a limited wait for each.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds to wait for a group; None waits for ever.
-
-        Yields
-        ------
-        Group
-
-        Raises
-        ------
-        TimeoutError
-            No group was complete in that time. The iteration ends; a new iteration continues behind
-            the last group.
-        TypeError, ValueError
-            `timeout` is invalid.
-        ProtocolError, StallError, DaemonUnavailableError
-            As for `take`.
-        """
-        check_timeout(timeout)
-        return self._iterate(timeout)
-
-    def _iterate(self, timeout: float | None) -> Iterator[Group]:
         while not self._closed:
             try:
-                groups = self.take(1, timeout)
+                groups = self.take(1, None)
             except errors.BusClosedError:
                 if self._closed:
                     return
                 raise
-            if not groups and timeout is not None:
-                raise TimeoutError(
-                    f"bus {self.name!r}: no group was complete after {show_wait(timeout)}; "
-                    f"`shmbus status {self.name}` shows the missing samples"
-                )
             yield from groups
 
     # -- taking in an event loop -------------------------------------------------------------------

@@ -184,7 +184,7 @@ class Watcher:
         tokens = []
         for run in file.runs()[-_SAMPLE_RUNS:]:
             for row in itertools.islice(file.read_records(run), _SAMPLE_RECORDS):
-                if row.state not in ("committed", "released") or row.verdict != "ok":
+                if not row.intact:
                     continue
                 fields = {field.name: field for field in row.fields()}
                 sizes.append(row.payload_bytes)

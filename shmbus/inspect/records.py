@@ -37,11 +37,6 @@ class Run(msgspec.Struct, frozen=True):
     #: Bytes that hold records, and the total.
     used: int
     room: int
-    #: True if closed for writes.
-    sealed: bool
-    #: Outstanding writable views.
-    writer_pins: int
-    producer_id: int
 
 
 class Scan(msgspec.Struct, frozen=True):
@@ -68,16 +63,15 @@ class Field(msgspec.Struct, frozen=True):
 
 
 class RecordRow(msgspec.Struct, frozen=True):
-    """A record found by the walk."""
+    """A committed record, released or not."""
 
     extent: int
-    generation: int
     slot: int
     offset: int
-    #: "reserved", "committed", "aborted", "released" or "unknown".
-    state: str
-    #: "ok", or the failed checksum: "frame", "header", "payload".
-    verdict: str
+    #: False once released.
+    committed: bool
+    #: True if its checked sums hold.
+    intact: bool
     nbytes: int
     producer_id: int
     sequence: int
@@ -96,7 +90,6 @@ class RecordRow(msgspec.Struct, frozen=True):
     meta_bytes: int
     payload_bytes: int
     instance_id: str
-    field_count: int
     schema: bytes
     shape: bytes
 

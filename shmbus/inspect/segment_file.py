@@ -211,12 +211,9 @@ class SegmentFile(ClosedByWith):
         found: list[Run] = []
         covered = 0
         at = np.flatnonzero(whole)
-        names = ("word", "span", "order", "used", "sealed", "writer_pins", "producer_id")
         # Column by column: a field of a row costs more than a column of a hundred.
-        columns = [table[name][at].tolist() for name in names]
-        for i, word, packed, order, used, sealed, pins, producer in zip(
-            at.tolist(), *columns, strict=True
-        ):
+        columns = [table[name][at].tolist() for name in ("word", "span", "order", "used")]
+        for i, word, packed, order, used in zip(at.tolist(), *columns, strict=True):
             span = packed & _LOW
             if i < covered or not 1 <= span <= self.extent_count - i:
                 continue
@@ -231,9 +228,6 @@ class SegmentFile(ClosedByWith):
                     order=order,
                     used=min(used, room),
                     room=room,
-                    sealed=bool(sealed),
-                    writer_pins=pins,
-                    producer_id=producer,
                 )
             )
         return sorted(found, key=lambda run: (run.slot, run.order))
@@ -263,35 +257,29 @@ class SegmentFile(ClosedByWith):
         return Scan(*found, changed=not self.still(run))
 
     def read_records(self, run: Run, *, payload: bool = False) -> Iterator[RecordRow]:
-        """Yield a run's records in the order of writing."""
+        """Yield a run's committed records, released ones too, in the order of writing."""
         at = 0
         while at < run.used:
-            rows, end, cut = _core.read_run(
-                self.fd,
-                self.position(run.extent),
-                run.used,
-                run.extent,
-                run.generation,
-                at,
-                _ROWS,
-                payload,
-            )
-            bad = cut or any(row[2] != "ok" for row in rows)
-            if bad and not self.still(run):
+            rows, at, cut = self._read_run(run, at, _ROWS, payload)
+            if (cut or not all(row.intact for row in rows)) and not self.still(run):
                 return
-            for row in rows:
-                yield RecordRow(run.extent, run.generation, run.slot, *row)
+            yield from rows
             if cut:
                 return
-            at = end
 
     def read_record(self, run: Run, offset: int) -> RecordRow:
         """Read the record at an offset found by an earlier walk."""
-        at = self.position(run.extent)
-        (row,), _, _ = _core.read_run(
-            self.fd, at, run.used, run.extent, run.generation, offset, 1, False
-        )
-        return RecordRow(run.extent, run.generation, run.slot, *row)
+        (row,), _, _ = self._read_run(run, offset, 1, False)
+        return row
+
+    def _read_run(
+        self, run: Run, start: int, limit: int, payload: bool
+    ) -> tuple[list[RecordRow], int, bool]:
+        rows, end, cut = _core.read_run(
+            self.fd, self.position(run.extent), run.used, run.extent, run.generation,
+            start, limit, payload,
+        )  # fmt: skip
+        return [RecordRow(run.extent, run.slot, *row) for row in rows], end, cut
 
     def read_payload(self, row: RecordRow, offset: int, count: int) -> bytes:
         """Read bytes of a record, from an offset within the record."""

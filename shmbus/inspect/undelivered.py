@@ -60,7 +60,7 @@ def _still_committed(file: SegmentFile, ended: frozenset[tuple[int, int]]) -> in
     if not ended:
         return 0
     return sum(
-        row.state == "committed" and (row.extent, row.offset) in ended
+        row.committed and (row.extent, row.offset) in ended
         for run in file.runs()
         for row in file.read_records(run)
     )
@@ -72,13 +72,10 @@ def _readable(file: SegmentFile, *, payload: bool) -> Iterator[tuple[Run, Record
     below = file.slots()["committed"].tolist()
     for run in file.runs():
         for row in file.read_records(run, payload=payload):
-            if row.state != "committed" or row.verdict != "ok":
-                continue
-            if (row.extent, row.offset) in ended:
-                continue
-            if row.lane_number >= below[run.slot] and not row.moved:
-                continue
-            yield run, row
+            counted = row.lane_number < below[run.slot] or row.moved
+            here = row.committed and (row.extent, row.offset) not in ended
+            if here and counted and row.intact:
+                yield run, row
 
 
 def undelivered_records(file: SegmentFile) -> list[RecordRow]:

@@ -81,13 +81,12 @@ OPEN_TO_TRAINERS = (
     "shmbus.pool.",
     "shmbus.segment.names.",
     "shmbus.segment.note_file.",
-    "shmbus.segment.own_file.",
     "shmbus.stash.drops.REMEDIES",
     "shmbus.tensors.",
     "shmbus.weights.",
 )
 # The gateway and what it shares with trainers: the same, how commands take numbers, how a daemon's
-# log is written, how a bus looks from outside, and its own C.
+# log is written, how a bus looks from outside, a file with a lock, and its own C.
 OPEN_TO_THE_GATEWAY = (
     *OPEN_TO_TRAINERS,
     "shmbus.cli._options.Commands",
@@ -97,6 +96,7 @@ OPEN_TO_THE_GATEWAY = (
     "shmbus.daemon.logs",
     "shmbus.gateway.",
     "shmbus.http.",
+    "shmbus.segment.locked_file.LockedFile",
     "shmbus_ext._core",
 )
 

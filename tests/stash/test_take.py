@@ -9,10 +9,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -291,24 +290,9 @@ def test_a_loop_that_handles_one_group_at_a_time_holds_one(bus: str) -> None:
                 break
 
 
-def test_iteration_with_a_timeout_ends_with_its_error_and_goes_on_behind_it(bus: str) -> None:
+def test_a_closed_consumer_ends_its_iterations(bus: str) -> None:
     with Consumer(bus) as consumer, Producer(bus) as producer:
-        for instance_id in ("a", "b"):
-            put(producer, instance_id)
-        groups = consumer.iter(timeout=0.01)
-        assert [next(groups).instance_id, next(groups).instance_id] == ["a", "b"]
-        with pytest.raises(TimeoutError, match=rf"bus '{bus}': no group was complete after"):
-            next(groups)
-        put(producer, "c")
-        assert next(consumer.iter(timeout=10)).instance_id == "c"
-    assert list(consumer.iter(timeout=0.01)) == []
-
-
-@pytest.mark.parametrize("timeout", [-1, "soon"])
-def test_a_timeout_that_is_no_time_is_refused_before_the_first_group(
-    bus: str, timeout: Any
-) -> None:
-    with Consumer(bus) as consumer:
-        iterate: Callable[..., Iterator[Any]] = consumer.iter
-        with pytest.raises((TypeError, ValueError), match="timeout"):
-            iterate(timeout=timeout)
+        put(producer, "a")
+        groups = iter(consumer)
+        assert next(groups).instance_id == "a"
+    assert list(groups) == list(consumer) == []

@@ -105,4 +105,4 @@ def assert_batch(batch: Batch, groups: dict[str, Any], kind: Any = "grpo") -> No
     ids = [key for key in keys_of(batch) for _ in groups[key]]
     assert batch.instance_ids == ids
     assert batch.max_seqlen == max(np.diff(want["cu_seqlens"]))
-    assert (batch.sequences, batch.total_tokens) == (len(ids), len(want["tokens"]))
+    assert (batch.num_sequences, batch.num_tokens) == (len(ids), len(want["tokens"]))

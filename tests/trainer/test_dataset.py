@@ -207,7 +207,7 @@ def test_a_long_sequence_is_malformed_and_a_large_group_alone(bus: Bus, producer
             ValueError, match=r"'long'\[0\].*field 'tokens': expected at most 10 tokens.*got 11"
         ):
             handler.next_batch(10)
-        assert handler.next_batch(10).total_tokens == 20
+        assert handler.next_batch(10).num_tokens == 20
 
 
 class Terminal(io.StringIO):

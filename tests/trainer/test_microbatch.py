@@ -56,7 +56,7 @@ def test_micro_batches_cover_it_once(consumer: Consumer, layout: Any, cut: dict[
     whole = sequences_of(batch)
     parts = micro_batches(batch, **cut)
     seen = [i for part in parts for i in part.sequence_indices.tolist()]
-    assert sorted(seen) == list(range(batch.sequences))
+    assert sorted(seen) == list(range(batch.num_sequences))
     for part in parts:
         indices = part.sequence_indices.tolist()
         assert indices == sorted(indices) and indices
@@ -70,7 +70,7 @@ def test_micro_batches_cover_it_once(consumer: Consumer, layout: Any, cut: dict[
         sums = [int(part.cu_seqlens[-1]) for part in parts]
         assert max(sums) - min(sums) <= batch.max_seqlen
     else:
-        assert len(parts) >= batch.total_tokens / cut["max_tokens"]
+        assert len(parts) >= batch.num_tokens / cut["max_tokens"]
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

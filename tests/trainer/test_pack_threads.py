@@ -123,7 +123,7 @@ def test_threads_refuse_malformed_ones(bus: Bus, producer: Producer, seed: int, 
             refusals.append((refusal.type, str(refusal.value)))
         assert refusals[0] == refusals[1]
         good = [group for group in groups if group.instance_id == "good"]
-        assert pack(good, pack_threads=3).sequences == 2
+        assert pack(good, pack_threads=3).num_sequences == 2
 
 
 def test_a_batch_comes_though_threads_cannot_start(bus: Bus, spawn: Spawner) -> None:
@@ -142,7 +142,7 @@ with Producer(sys.argv[1]) as producer, Consumer(sys.argv[1]) as consumer:
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     # Room for a few stacks of threads, and not for 63.
     resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
-    print(HostPacker(pack_threads=64).pack(groups).total_tokens, flush=True)
+    print(HostPacker(pack_threads=64).pack(groups).num_tokens, flush=True)
 """
 
 

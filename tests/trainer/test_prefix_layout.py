@@ -140,7 +140,7 @@ def test_micro_batches_keep_groups(bus: Bus, seed: int, monkeypatch: pytest.Monk
         for cut in ({"max_tokens": 200}, {"max_tokens": 90}, {"count": 3}, {"count": 20}):
             parts = micro_batches(batch, **cut)
             assert sorted(at for part in parts for at in part.sequence_indices.tolist()) == list(
-                range(batch.sequences)
+                range(batch.num_sequences)
             )
             for part in parts:
                 assert part.prefix_tree is not None

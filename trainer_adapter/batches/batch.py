@@ -161,11 +161,6 @@ class Batch(TensorHolder):
         return super()._with(change)
 
     @property
-    def total_tokens(self) -> int:
-        """T, as `num_tokens`."""
-        return self.num_tokens
-
-    @property
     def lengths(self) -> list[int]:
         """Tokens of each sequence; for a packed batch without waiting for the device."""
         if self.facts is not None:
@@ -194,8 +189,8 @@ class Batch(TensorHolder):
         groups = len(self.groups) or len(self.group_sizes)
         extra = "".join(f", {name} {_shape(value)}" for name, value in self.extra.items())
         return (
-            f"<Batch{step}: {several(groups, 'group')}, {several(self.sequences, 'sequence')}, "
-            f"{self.total_tokens} tokens, {self.layout} on {self.tokens.device}"
+            f"<Batch{step}: {several(groups, 'group')}, {several(self.num_sequences, 'sequence')}, "
+            f"{self.num_tokens} tokens, {self.layout} on {self.tokens.device}"
             f"{', without logprobs' if self.logprobs is None else ''}{extra}>"
         )
 
@@ -204,7 +199,7 @@ def _one_each(batch: Batch) -> Tensor:
     if batch.facts is not None and batch.facts.rows is not None:
         return torch.from_numpy(batch.facts.rows.sample_of.astype(np.int32))
     device = batch.cu_seqlens.device
-    return torch.arange(batch.sequences, dtype=torch.int32, device=device)
+    return torch.arange(batch.num_sequences, dtype=torch.int32, device=device)
 
 
 def _known(batch: Batch) -> BatchFacts:
@@ -256,13 +251,13 @@ def padded(batch: Batch) -> Batch:
     borders = batch.cu_seqlens.to(torch.int64)
     total = len(batch.tokens)
     rows = torch.repeat_interleave(
-        torch.arange(batch.sequences, device=device), borders.diff(), output_size=total
+        torch.arange(batch.num_sequences, device=device), borders.diff(), output_size=total
     )
     columns = torch.arange(total, device=device) - borders[rows]
 
     def wide(packed: Tensor) -> Tensor:
         values = indexable(packed)
-        filled = values.new_zeros((batch.sequences, batch.max_seqlen, *values.shape[1:]))
+        filled = values.new_zeros((batch.num_sequences, batch.max_seqlen, *values.shape[1:]))
         filled[rows, columns] = values
         return filled.view(packed.dtype)
 

@@ -127,7 +127,7 @@ def _inputs(batch: Batch) -> NDArray[np.int64] | None:
             found.append(values.contiguous().view(torch.uint8))
         return found
 
-    kinds = np.arange(batch.sequences)
+    kinds = np.arange(batch.num_sequences)
     last = 0
     for size in batch.group_sizes.tolist():
         first, last = last, last + size

@@ -104,11 +104,6 @@ class TensorHolder(TensorParts):
     instance_ids: list[str]
 
     @property
-    def sequences(self) -> int:
-        """S, the number of sequences."""
-        return len(self.instance_ids)
-
-    @property
     def num_sequences(self) -> int:
         """S, the number of sequences."""
         return len(self.instance_ids)

@@ -176,8 +176,8 @@ class Demo:
 
     def _count(self, batch: Batch, step: int, reward: float) -> None:
         self.groups += len(batch.groups)
-        self.sequences += batch.sequences
-        self.tokens += batch.total_tokens
+        self.sequences += batch.num_sequences
+        self.tokens += batch.num_tokens
         self.training.append(Point(self._seconds(), step, round(reward, 4)))
         self._recent.append((time.monotonic(), self.groups, self.tokens))
 

@@ -145,19 +145,6 @@ static PyObject *py_scan_run(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
-static const char *state_name(uint32_t state) {
-    switch (state) {
-    case SHMBUS_RESERVED:
-        return "reserved";
-    case SHMBUS_ABORTED:
-        return "aborted";
-    case SHMBUS_RELEASED:
-        return "released";
-    default:
-        return shmbus_is_committed(state) ? "committed" : "unknown";
-    }
-}
-
 /* Read the whole record, or only its head if the payload needs no check, into private memory. */
 static enum record_verdict read_body(const struct run_at *run, struct record_copy *copy,
                                      bool payload, PyObject **image) {
@@ -179,43 +166,39 @@ static enum record_verdict read_body(const struct run_at *run, struct record_cop
     return whole ? record_read_body(own, copy) : record_read_tables(own, copy);
 }
 
-/* (offset, state, verdict, bytes, producer_id, sequence, lane_number, flags, policy_version,
+/* (offset, committed, intact, bytes, producer_id, sequence, lane_number, flags, policy_version,
  * version_span, score, group_size, need, index, split, round, committed_ns, meta_offset, meta_bytes,
- * payload_bytes, id, field_count, schema, shape) */
+ * payload_bytes, id, schema, shape) */
 static PyObject *record_row(const struct run_at *run, struct record_copy *copy, bool payload) {
-    static const char *const verdicts[] = {"ok", "frame", "header", "payload"};
     struct record_header *h = &copy->header;
-    uint32_t state = RELAXED(h->state);
+    bool committed = shmbus_is_committed(RELAXED(h->state));
     uint32_t flags = h->flags;
-    bool has_body = shmbus_is_committed(state) || state == SHMBUS_RELEASED;
-    enum record_verdict verdict = RECORD_OK;
     PyObject *image = NULL;
-    if (has_body) {
-        verdict = read_body(run, copy, payload, &image);
-        if (image == NULL) {
-            return NULL;
-        }
+    enum record_verdict verdict = read_body(run, copy, payload, &image);
+    if (image == NULL) {
+        return NULL;
     }
-    bool readable = has_body && verdict != RECORD_BAD_HEADER;
+    bool readable = verdict != RECORD_BAD_HEADER;
     PyObject *round = h->round == SHMBUS_NO_ROUND || !readable ? Py_NewRef(Py_None)
                                                         : PyLong_FromLongLong(h->round);
     PyObject *id = PyUnicode_DecodeUTF8(readable ? copy->id : "", readable ? h->id_bytes : 0,
                                         "backslashreplace");
     PyObject *row = Py_BuildValue(
-        "(KssKKKKILIdIIIINKIIKNIy#y#)", U64(run->place.offset), state_name(state),
-        verdicts[verdict], U64(h->record_bytes), U64(h->producer_id), U64(h->sequence),
-        U64(h->lane_number), flags, (long long)h->policy_version, h->version_span, h->score,
+        "(KNNKKKKILIdIIIINKIIKNy#y#)", U64(run->place.offset), PyBool_FromLong(committed),
+        PyBool_FromLong(verdict == RECORD_OK), U64(h->record_bytes), U64(h->producer_id),
+        U64(h->sequence), U64(h->lane_number), flags, (long long)h->policy_version, h->version_span,
+        h->score,
         (unsigned int)h->group_size, (unsigned int)h->need, (unsigned int)h->index,
         (unsigned int)h->split, round, U64(h->committed_ns), h->meta_offset, h->meta_bytes,
-        U64(h->payload_bytes), id, (unsigned int)h->field_count,
-        readable ? (const char *)copy->schema : "", (Py_ssize_t)(readable ? h->schema_bytes : 0),
-        readable ? (const char *)copy->shape : "",
+        U64(h->payload_bytes), id, readable ? (const char *)copy->schema : "",
+        (Py_ssize_t)(readable ? h->schema_bytes : 0), readable ? (const char *)copy->shape : "",
         (Py_ssize_t)(readable ? h->shape_words * 8u : 0));
-    Py_XDECREF(image);
+    Py_DECREF(image);
     return row;
 }
 
-/* read_run(fd, position, used, extent, generation, start, limit, payload) -> (rows, end, cut) */
+/* read_run(fd, position, used, extent, generation, start, limit, payload) -> (rows, end, cut): the
+ * committed and the released records among the next `limit`. */
 static PyObject *py_read_run(PyObject *Py_UNUSED(module), PyObject *args) {
     struct run_at run = {0};
     unsigned long long start, limit;
@@ -241,7 +224,10 @@ static PyObject *py_read_run(PyObject *Py_UNUSED(module), PyObject *args) {
             break;
         }
         uint64_t bytes = copy->header.record_bytes;
-        py_list_add(&rows, record_row(&run, copy, payload != 0));
+        uint32_t state = RELAXED(copy->header.state);
+        if (shmbus_is_committed(state) || state == SHMBUS_RELEASED) {
+            py_list_add(&rows, record_row(&run, copy, payload != 0));
+        }
         run.place.offset += bytes;
     }
     PyMem_Free(copy);
