@@ -245,7 +245,7 @@ class Session:
             As for `put`; the session goes on, and may be finished again.
         """
         self._require_open(f"the score {score}")
-        if score is not None and not abs(score) <= MOST_SCORE:
+        if score is not None and _is_beyond(score):
             return self.fail(f"score: expected a number within 1e38, got {score}")
         if self._packed is None:
             packed = self._take_rows()
@@ -424,6 +424,13 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.request.instance_id!r}[{self.request.index}] {self._state}>"
+
+
+def _is_beyond(score: float) -> bool:
+    try:
+        return not abs(score) <= MOST_SCORE
+    except (TypeError, ValueError):
+        return False  # the put names the type
 
 
 def _rows_of(packed: PackedSample) -> list[dict[str, Any]]:

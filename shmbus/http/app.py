@@ -106,7 +106,11 @@ class App:
         self._methods: dict[str, list[str]] = {}
         for method, path in self._routes:
             self._methods.setdefault(path, []).append(method)
-        self.http = HttpServer(self._answer, **options)
+
+        def refuse(why: str) -> web.Response:
+            return refused(Refusal(HTTPStatus.BAD_REQUEST, why, code="invalid_http"), why)
+
+        self.http = HttpServer(self._answer, refuse=refuse, **options)
 
     # -- a request ------------------------------------------------------------------------------
 

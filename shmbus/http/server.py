@@ -44,19 +44,6 @@ SERVER: Final = f"shmbus/{VERSION}"
 http_logger = logging.getLogger("shmbus.http")
 
 
-def _in_one_line(record: logging.LogRecord) -> bool:
-    """Shorten records about clients' bytes to a line at level info: clients decide their number."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.exc_info = None
-        record.levelno, record.levelname = logging.INFO, "INFO"
-        record.msg, record.args = f"no HTTP: {str(error)[:200]!r}", ()
-    return True
-
-
-http_logger.addFilter(_in_one_line)
-
-
 class AddressError(RuntimeError):
     """The address is not available; no client was served."""
 
@@ -131,6 +118,23 @@ class Connection(web.RequestHandler):
         self._settle(exc is None and self._flushed)
         self._server.forget(self)
         super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Refuse bytes that are no HTTP, with a line at level info: clients decide their number."""
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        why = str(exc.message).partition("\n")[0].removesuffix(":")
+        http_logger.info("no HTTP: %r", why[:200])
+        response = self._server.refuse(f"expected a request of HTTP/1.1, got other bytes: {why}")
+        response.headers["Server"] = SERVER
+        response.force_close()
+        return response
 
     def _settle(self, delivered: bool) -> None:
         answers, self._answers = self._answers, []
@@ -233,8 +237,11 @@ class HttpServer:
         header_bytes: int = 16 << 10,
         read_ahead: int = 16 << 10,
         ends_with_client: bool = False,
+        refuse: Callable[[str], web.Response] = lambda why: web.Response(status=400, text=why),
     ) -> None:
         self._answer = answer
+        #: Makes the answer to bytes that are no HTTP, of a sentence.
+        self.refuse = refuse
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._max_connections = max(1, min(max_connections, files - _OTHER_FILES))
         self._idle_s = idle_s

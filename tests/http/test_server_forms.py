@@ -366,21 +366,27 @@ JUNK = [
     b"\x00" * 100 + b"\r\n\r\n",
     b"GET\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    b"POST / HTTP/1.1\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 ]
 
 
-@pytest.mark.parametrize("junk", JUNK, ids=["zeros", "half a line", "TLS"])
+@pytest.mark.parametrize("junk", JUNK, ids=["zeros", "half a line", "TLS", "two", "both"])
 @pytest.mark.parametrize("before", [0, 1])
 def test_bytes_that_are_no_http_end_their_connection(
-    before: int, junk: bytes, server: Server
+    before: int, junk: bytes, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
+    like = server.ask("GET", "/nothing")
     with server.connect() as connection:
         for _ in range(before):
             connection.sendall(request_bytes("GET", server.reads, **server.head()))
             assert read_answer(connection).status == 200
         connection.sendall(junk)
-        assert read_answer(connection).status == 400
+        answer = read_answer(connection)
         assert connection.recv(1) == b""
+    assert answer.status == 400 and b"expected a request of HTTP/1.1" in answer.body
+    assert all(answer.headers[name] == like.headers[name] for name in ("server", "content-type"))
+    assert not [record for record in caplog.records if record.exc_info]
     assert server.ask("GET", server.reads).status == 200
 
 

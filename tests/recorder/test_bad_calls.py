@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from conftest import wait_until
 from recorders import Scene, ask, chat, refused, user
@@ -85,6 +86,17 @@ def test_only_the_first_score_counts(session: shmbus.Session, consumer: shmbus.C
         session.finish(0.5)
     (group,) = consumer.take(1, timeout=30.0)
     assert group.scores == [1.0]
+
+
+@pytest.mark.parametrize("score", ["1", [1.0], np.ones(2)])
+def test_a_score_of_another_type_is_named_and_the_session_goes_on(
+    score: Any, session: shmbus.Session, scene: Scene
+) -> None:
+    call(session)
+    with pytest.raises(TypeError, match=r"score: expected a float, got (str|list|numpy)"):
+        session.finish(score)
+    assert session.finish(1.0)
+    assert scene.taken()[0].score == 1.0
 
 
 def test_a_session_without_a_sampled_token_fails(session: shmbus.Session, scene: Scene) -> None:
