@@ -100,7 +100,7 @@ def main() -> None:
             )
             publisher.publish(version=0)
             shared = None
-        server = spawn.Process(target=serve, args=(bus, mode, directory, theirs))
+        server = spawn.Process(target=serve, args=(bus, mode, directory, theirs), daemon=True)
         server.start()
         answers = [ours.recv()]  # from here on weights change under running requests
         for version in range(1, STEPS + 1):

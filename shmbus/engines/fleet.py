@@ -275,7 +275,7 @@ class EngineFleet(ClosedByAsyncWith):
 
     def update_sync(self, publisher: Publisher, version: int) -> UpdateReport:
         """Run `update` without an event loop; raise RuntimeError within a running loop."""
-        return self._without_loop(lambda: self.update(publisher, version))
+        return self._without_loop(self.update, publisher, version)
 
     async def sleep(self, level: int = 2) -> UpdateReport:
         """Free the servers' GPU memory for the trainer, until `wake`; idempotent.
@@ -304,7 +304,7 @@ class EngineFleet(ClosedByAsyncWith):
 
     def sleep_sync(self, level: int = 2) -> UpdateReport:
         """Run `sleep` without an event loop; raise RuntimeError within a running loop."""
-        return self._without_loop(lambda: self.sleep(level))
+        return self._without_loop(self.sleep, level)
 
     async def wake(self, publisher: Publisher, version: int) -> UpdateReport:
         """Wake the servers with a version: the weights' memory, the weights, the cache's memory.
@@ -338,14 +338,16 @@ class EngineFleet(ClosedByAsyncWith):
 
     def wake_sync(self, publisher: Publisher, version: int) -> UpdateReport:
         """Run `wake` without an event loop; raise RuntimeError within a running loop."""
-        return self._without_loop(lambda: self.wake(publisher, version))
+        return self._without_loop(self.wake, publisher, version)
 
-    def _without_loop(self, call: Callable[[], Coroutine[Any, Any, UpdateReport]]) -> UpdateReport:
-        _require_no_loop()
+    def _without_loop(
+        self, call: Callable[..., Coroutine[Any, Any, UpdateReport]], *arguments: Any
+    ) -> UpdateReport:
+        _require_no_loop(call.__name__)
 
         async def run() -> UpdateReport:
             try:
-                return await call()
+                return await call(*arguments)
             finally:
                 await self.close()
 
@@ -1234,11 +1236,11 @@ def _change(shared: SharedModel, action: Callable[[], object], version: int, hea
         action()
 
 
-def _require_no_loop() -> None:
+def _require_no_loop(verb: str) -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
     raise RuntimeError(
-        "update_sync: an event loop runs in this thread, which it would stop; await update() there"
+        f"{verb}_sync: an event loop runs in this thread, which it would stop; await {verb}() there"
     )

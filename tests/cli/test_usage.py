@@ -66,7 +66,6 @@ def test_a_wrong_option_is_a_usage_error_before_anything_is_made(
         (("list", "--jsn"), {}, "unrecognized arguments"),
         (("demo", "--group-size", "1"), {}, "expected 2 or more, got 1"),
         (("demo", "--workers", "x"), {}, "expected 1 or more, got x"),
-        (("demo", "--model", "FOLDER"), {}, "--engine vllm needs --model"),
     ],
 )
 def test_a_wrong_word_is_refused(line: tuple[str, ...], env: dict[str, str], said: str) -> None:

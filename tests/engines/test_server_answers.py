@@ -204,10 +204,12 @@ async def test_threads_take_turns_at_one_fleet(bus: Bus, trainer: Trainer) -> No
         assert sorted(done) == [0, 1, 2, 3]
 
 
-async def test_a_sync_update_inside_a_loop_is_refused(bus: Bus, trainer: Trainer) -> None:
+@pytest.mark.parametrize("verb", ["update", "sleep", "wake"])
+async def test_a_sync_call_inside_a_loop_is_refused(verb: str, bus: Bus, trainer: Trainer) -> None:
     async with RawServer() as server:
-        with pytest.raises(RuntimeError, match=r"await update\(\) there"):
-            fleet_of(bus.name, server).update_sync(trainer, 1)
+        call = getattr(fleet_of(bus.name, server), f"{verb}_sync")
+        with pytest.raises(RuntimeError, match=rf"{verb}_sync: .* await {verb}\(\) there"):
+            call(2) if verb == "sleep" else call(trainer, 1)
         assert server.seen == []
 
 

@@ -49,7 +49,7 @@ def test_a_short_run_reports_balances_and_leaves_nothing(spawn: Spawner, tmp_pat
     assert segments_of(child) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupting_it_leaves_no_process_and_no_segment(
     spawn: Spawner, tmp_path: Path, number: int
 ) -> None:
@@ -92,5 +92,5 @@ def test_wrong_arguments_are_usage_errors(spawn: Spawner) -> None:
 @pytest.mark.parametrize("options", [["--model", "m"], ["--engine", "vllm"]])
 def test_an_engine_and_a_model_come_together(spawn: Spawner, options: list[str]) -> None:
     child = spawn.module("shmbus.cli", "demo", *options)
-    assert child.wait(60) == 1
+    assert child.wait(60) == 2
     assert "shmbus demo" in child.output() and "vllm" in child.output()

@@ -106,7 +106,7 @@ class Demo:
                     f"{config.group_size}{', chaos' if config.chaos else ''}",
                     flush=True,
                 )
-                with _sigterm_as_interrupt():
+                with _ends_as_interrupts():
                     self.train(channel, handler, supervisor)
             except KeyboardInterrupt:
                 self.interrupted = True
@@ -237,13 +237,18 @@ class Demo:
 
 
 @contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """End on SIGTERM as on Ctrl-C: stop the workers, and remove the segments."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _ends_as_interrupts() -> Iterator[None]:
+    """End on SIGTERM and a closed terminal as on Ctrl-C: no worker and no segment stays."""
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGHUP, signal.SIGTERM)
+        if signal.getsignal(number) == signal.SIG_DFL  # under nohup a hangup stays ignored
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(config: DemoConfig) -> int:
