@@ -112,19 +112,21 @@ async def adapter(client: openai.AsyncOpenAI, version: int) -> str:
 async def work(producer: shmbus.Producer, client: openai.AsyncOpenAI, lora: bool) -> None:
     """Answer requests one by one."""
     while (request := await producer.requests.anext()) is not None:
-        version, prompt = producer.policy_version, request["prompt"].tolist()
+        prompt = request["prompt"].tolist()
         more = {"return_token_ids": True, "ignore_eos": True, "cache_salt": request.cache_salt}
         try:
+            version = producer.policy_version
             completion = await client.completions.create(
                 model=await adapter(client, version) if lora else "policy",
                 prompt=prompt, logprobs=0,
                 max_tokens=ANSWER_TOKENS, temperature=float(request.split != "eval"),
                 extra_body=more,
             )  # fmt: skip
-        except (openai.APIConnectionError, openai.InternalServerError):
-            producer.requests.release(
-                request, reason="the server is away"
-            )  # this worker waits a little
+        except (
+            openai.APIConnectionError, openai.InternalServerError, shmbus.VersionUnknownError,
+        ):  # fmt: skip
+            # This worker waits a little.
+            producer.requests.release(request, reason="the server is away, or restarted")
             continue
         except openai.APIStatusError as error:
             producer.requests.fail(request, repr(error))  # asked for again

@@ -43,7 +43,8 @@ class Completions:
 def work(name: str, client: Any, code: str) -> None:
     import openai
 
-    space: dict[str, Any] = {"openai": openai, "client": client, "reward": lambda _, ids: ids[2]}
+    space: dict[str, Any] = {"openai": openai, "shmbus": shmbus, "client": client}
+    space["reward"] = lambda _, ids: ids[2]
     exec(f"async def run(producer):\n{textwrap.indent(code, '    ')}", space)  # the page's own
 
     async def main() -> None:

@@ -61,6 +61,8 @@ class Scale(NamedTuple):
     evaluate_every: int
     held_out: int
     server: list[str]
+    #: The server's device, as CUDA_VISIBLE_DEVICES has it; empty for the trainer's.
+    server_gpu: str = ""
 
 
 class Remedy(NamedTuple):
@@ -123,6 +125,8 @@ class ChatRun:
         self.output = Path(config.output).resolve()
         self.output.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(config.seed)
+        if torch.device(scale.device).index is not None:
+            torch.cuda.set_device(scale.device)
         self.model, self.tokenizer = load(Path(config.model), scale.device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0
@@ -152,8 +156,9 @@ class ChatRun:
     def run(self) -> None:
         """Train until the last step."""
         server = chat_task.server_of(
-            Path(self.config.model), _free_port(), self.scale.dtype, self.scale.server, self.log
-        )
+            Path(self.config.model), _free_port(), self.scale.dtype, self.scale.server, self.log,
+            self.scale.server_gpu,
+        )  # fmt: skip
         dtype = getattr(torch, self.scale.dtype)
         source = ModuleSource(self.model, dtype=dtype, rounding=self.remedy.rounding)  # type: ignore[arg-type]
         arguments = (self.bus, server.address, self.config.model)
@@ -297,9 +302,17 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
+def scale_here() -> Scale:
+    """Return the sizes for this machine; of several GPUs the server takes the first."""
+    if torch.cuda.device_count() < 2:
+        return GPU if torch.cuda.is_available() else CPU
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return GPU._replace(device="cuda:1", server_gpu=first)
+
+
 def main(config: ChatConfig) -> int:
     """Run the demo; return 0 for a higher held-out reward at the end than before the first step."""
-    scale, run = GPU if torch.cuda.is_available() else CPU, None
+    scale, run = scale_here(), None
     try:
         run = ChatRun(config, scale)
         print(

@@ -119,7 +119,7 @@ def logprobs_of(model: Any, batch: Any, dtype: str = "float32") -> torch.Tensor:
 
 
 def server_of(
-    folder: Path, port: int, dtype: str, more: list[str], log: Path | None = None
+    folder: Path, port: int, dtype: str, more: list[str], log: Path | None = None, gpu: str = ""
 ) -> ManagedServer:
     """Describe a vLLM server of a folder's model, with the weight transfer of shmbus."""
     command = [] if log is None else ["sh", "-c", 'exec "$@" >> "$0" 2>&1', str(log)]
@@ -130,6 +130,8 @@ def server_of(
         "--weight-transfer-config", '{"backend": "shmbus"}', *more,
     ]  # fmt: skip
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    if gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     if not torch.cuda.is_available():
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
     return ManagedServer(
