@@ -17,9 +17,9 @@ import http.client
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -128,6 +128,8 @@ class _Told(msgspec.Struct):
     #: True if no engine answered the last call.
     no_engine: bool = False
 
+
+_T = TypeVar("_T")
 
 # Built at import: msgspec builds the tables of a type at the first use, and the process crashes if
 # two threads of a worker meet there.
@@ -351,12 +353,12 @@ class Session:
         """Fetch the recorder's rows; without rows fail or release the sample, and return None."""
         try:
             status, body = _ask(self._url, "/session/rows", self.api_key, b"")
+            if status == HTTPStatus.OK:
+                return _read(_SAMPLES.decode, body)
         except OSError as error:
             self._release(f"the recorder has gone: {error}")
             logger.warning("%r[%d]: %s", self.request.instance_id, self.request.index, self.why)
             return None
-        if status == 200:
-            return _SAMPLES.decode(body)
         refused = _refusal(body)
         why = refused.reason or refused.message or f"the recorder answered {status}"
         if refused.code in _NOT_ITS_FAULT or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -378,11 +380,9 @@ class Session:
         """Return the recorder's status for the session, and a reason to release the sample."""
         try:
             status, body = _ask(self._url, "/session", self.api_key, None)
-            no_engine = status == HTTPStatus.OK and _TOLD.decode(body).no_engine
+            no_engine = status == HTTPStatus.OK and _read(_TOLD.decode, body).no_engine
         except OSError as error:
             return 0, f"the recorder does not answer: {error}"
-        except msgspec.DecodeError as error:
-            return 0, f"the recorder's answer cannot be read: {error}"
         if no_engine:
             return status, "no engine answers"
         said = {HTTPStatus.OK, HTTPStatus.NOT_FOUND}
@@ -471,11 +471,11 @@ def _open_somewhere(
         for note in found:
             try:
                 status, answer = _ask(note.url, "/sessions", note.token, body)
+                if status == HTTPStatus.OK:
+                    return note.url, _read(_OPENED.decode, answer)
             except OSError as error:
                 said.append(f"{note.url}: {error}")
                 continue
-            if status == 200:
-                return note.url, _OPENED.decode(answer)
             said.append(f"{note.url}: {status}: {_refusal(answer).message}")
         if time.monotonic() >= deadline:
             raise errors.RecorderUnavailableError(
@@ -484,6 +484,14 @@ def _open_somewhere(
                 "http://127.0.0.1:8000"
             )
         time.sleep(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+
+
+def _read(decode: Callable[[bytes], _T], body: bytes) -> _T:
+    """Decode a recorder's answer; raise OSError for another server's."""
+    try:
+        return decode(body)
+    except msgspec.DecodeError as error:
+        raise ConnectionError(f"its answer cannot be read: {error}") from error
 
 
 def _ask(url: str, path: str, key: str | None, body: bytes | None) -> tuple[int, bytes]:

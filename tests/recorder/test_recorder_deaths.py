@@ -107,6 +107,20 @@ def test_only_a_404_says_that_a_session_is_over(
     assert end in repr(session)
 
 
+def test_another_server_in_place_of_a_recorder_is_named(
+    proxy: Any, spawn: Spawner, producer: shmbus.Producer, feeder: shmbus.Feeder
+) -> None:
+    feeder.request("q", group_size=1)
+    server = spawn.script(STATUS_ONLY, 200, "{}")
+    url = f"http://127.0.0.1:{wait_until(lambda: server.output().strip())}"
+    with pytest.raises(shmbus.RecorderUnavailableError, match=f"{url}: its answer cannot be read"):
+        producer.session(producer.requests.next(30.0), url=url, wait=0.0)
+    with producer.session(producer.requests.next(30.0)) as session:
+        session._url = url
+        assert not session.finish(1.0)
+    assert "released" in repr(session) and "cannot be read" in session.why
+
+
 def test_a_killed_one_returns_samples(proxy: Any, bus: shmbus.Bus, feeder: shmbus.Feeder) -> None:
     (note,) = read_recorders(bus.name)
     feeder.request("q", group_size=1)

@@ -19,10 +19,10 @@ SIZE = 2
 STUCK = "stuck"
 
 
-def put(producer: Producer, key: str) -> None:
+def put(producer: Producer, key: str, split: str = "train") -> None:
     for index in range(SIZE):
         tokens = np.array([index + 1, 7], np.int32)
-        producer.put(key, group_size=SIZE, index=index, score=None, tokens=tokens)
+        producer.put(key, group_size=SIZE, index=index, score=None, tokens=tokens, split=split)
 
 
 class Helper:
@@ -90,6 +90,19 @@ def test_a_wait_in_time_calls_once(bus: Bus, producer: Producer, form: str, pref
             assert helper.calls == {STUCK: 1}
     with Consumer(bus.name) as consumer:
         assert len(consumer.take(timeout=10)) == 1 and consumer.stats().balanced
+
+
+@pytest.mark.parametrize("form", ["score", "async score"])
+def test_an_evaluation_ends_in_time_and_goes_on(bus: Bus, producer: Producer, form: str) -> None:
+    helper = Helper(form)
+    for key in (STUCK, "a") if "async" in form else (STUCK,):
+        put(producer, key, split="eval")
+    with OnlineDataHandler(bus.name, groups_per_batch=1, **helper.options) as handler:
+        assert handler.evaluate(2, timeout=0.5)["eval/groups"] == ("async" in form)
+        assert handler.take("eval", timeout=0) == [] and helper.calls[STUCK] == 1
+        helper.over.set()
+        if "async" not in form:
+            assert handler.evaluate(1, timeout=30)["eval/groups"] == helper.calls[STUCK] == 1
 
 
 @pytest.mark.parametrize("form", ["async score", "async annotate"])

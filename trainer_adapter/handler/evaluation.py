@@ -12,7 +12,7 @@ import numpy as np
 import shmbus
 from shmbus.base.arguments import check_int, check_timeout
 from shmbus.batch.gather import FieldNames
-from trainer_adapter.handler.group_calls import GroupScoring
+from trainer_adapter.handler.group_calls import WORK_SLICE_S, GroupScoring
 
 __all__ = ["MOST_AT_ONCE", "Evaluation"]
 
@@ -31,6 +31,8 @@ class Evaluation:
         self._scoring = scoring
         #: Consumers of further splits, if a daemon serves the bus.
         self._evaluators: dict[str, shmbus.Consumer] = {}
+        #: Groups without scores yet, by split; a later call goes on with them.
+        self._unscored: dict[str, list[shmbus.Group]] = {}
 
     def close(self) -> None:
         """Close the consumers of further splits."""
@@ -43,23 +45,29 @@ class Evaluation:
         """Take complete groups of a split beside "train", like `shmbus.Consumer.take`."""
         if split == "train":
             raise ValueError("split: expected another than 'train', whose groups come as batches")
+        if self._scoring is None:
+            return self._take(split, max_groups, timeout)
+        timeout = check_timeout(timeout)
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        held = self._unscored.setdefault(split, [])
+        while True:
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            if len(held) < MOST_AT_ONCE:
+                held += self._take(split, max_groups, 0.0 if held else left_s)
+            slice_s = None if left_s is None else min(left_s, WORK_SLICE_S)
+            self._scoring.run(held, slice_s, trained=False)
+            held[:] = [group for group in held if group.state == "leased"]
+            found = [group for group in held if self._scoring.is_done(group)][:max_groups]
+            if found or left_s == 0.0:
+                held[:] = [group for group in held if all(group is not one for one in found)]
+                return found
+
+    def _take(self, split: str, max_groups: int, timeout: float | None) -> list[shmbus.Group]:
         if not self._consumer.has_daemon:
-            return self._scored_now(self._consumer.take(max_groups, timeout, split=split))
+            return self._consumer.take(max_groups, timeout, split=split)
         if split not in self._evaluators:
             self._evaluators[split] = shmbus.Consumer(self._consumer.name, split=split)
-        return self._scored_now(self._evaluators[split].take(max_groups, timeout))
-
-    def _scored_now(self, groups: list[shmbus.Group]) -> list[shmbus.Group]:
-        if self._scoring is None:
-            return groups
-        try:
-            self._scoring.run(groups, trained=False)
-            return [group for group in groups if group.state == "leased"]
-        except BaseException:
-            for group in groups:
-                if group.state == "leased":
-                    group.give_back()
-            raise
+        return self._evaluators[split].take(max_groups, timeout)
 
     def evaluate(
         self, groups: int, *, timeout: float | None = None, split: str = "eval"

@@ -41,6 +41,8 @@ __all__ = ["AnnotateGroup", "GroupAnnotation", "GroupScoring", "ScoreGroup"]
 
 #: Calls of a coroutine function per group before the drop: several helpers may answer.
 CALL_ATTEMPTS: Final = 3
+#: Longest wait of finished groups for the unfinished groups of their take, in seconds.
+WORK_SLICE_S: Final = 0.2
 #: Seconds between two reports of a slow call.
 REPORT_S: Final = 60.0
 

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import shmbus
 from trainer_adapter.batches.batch import Batch
-from trainer_adapter.handler.group_calls import GroupAnnotation, GroupScoring
+from trainer_adapter.handler.group_calls import WORK_SLICE_S, GroupAnnotation, GroupScoring
 from trainer_adapter.handler.planner import BatchPlanner
 
 __all__ = [
@@ -26,8 +26,6 @@ __all__ = [
 
 #: Groups taken from the bus in one call.
 TAKE_GROUPS: Final = 64
-#: Longest wait of finished groups for the unfinished groups of their take, in seconds.
-WORK_SLICE_S: Final = 0.2
 #: Seconds between two notes in the log while no complete group is delivered.
 QUIET_NOTE_S: Final = 30.0
 
