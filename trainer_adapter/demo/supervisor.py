@@ -58,13 +58,22 @@ class Supervisor:
                     continue
                 try:
                     self._restart_server()
-                    asyncio.run(self._fleet.catch_up())
+                    if not self._over.is_set():
+                        asyncio.run(self._fleet.catch_up())
                 except shmbus.ShmbusError as error:
                     print(f"the server does not start again: {error}", flush=True)
 
     def _restart_server(self) -> None:
         print("the server ended, and starts again", flush=True)
-        asyncio.run(self._server.start())
+        asyncio.run(self._start_until_over())
+
+    async def _start_until_over(self) -> None:
+        start = asyncio.ensure_future(self._server.start())
+        while not self._over.is_set():
+            done, _ = await asyncio.wait([start], timeout=LOOK_S)
+            if done:
+                return start.result()
+        start.cancel()  # a start takes minutes, and the run ends now
 
     def __enter__(self) -> Supervisor:
         self._watch.start()
