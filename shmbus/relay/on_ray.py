@@ -12,8 +12,10 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import re
 import resource
+import socket
 import time
 import zlib
 from collections import Counter
@@ -50,6 +52,8 @@ _MOST_PENDING: Final = 10_000
 _INTRODUCE_S: Final = 0.5
 #: Seconds until a silent coordinator is asked again.
 _ASK_AGAIN_S: Final = 0.5
+#: Seconds for a connection to a cluster's head.
+_REACH_S: Final = 5.0
 #: Seconds for an actor's answer.
 _ANSWER_S: Final = 10.0
 #: The limit for a caller without a timeout.
@@ -324,8 +328,22 @@ def _require_same(name: str, plan: PartyPlan) -> None:
 
 
 def _connect(address: str | None) -> None:
-    if not ray.is_initialized():
+    """Connect this process to a cluster; ConnectionError without one."""
+    if ray.is_initialized():
+        return
+    named = address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        if named != "auto" and "://" not in named:
+            host, _, port = named.rpartition(":")
+            # Ray itself would wait for minutes for a cluster that is not there.
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
+    except (OSError, OverflowError, ValueError) as error:
+        said = "none runs on this node" if named == "auto" else str(error)
+        raise ConnectionError(
+            f"expected a Ray cluster at {named!r}, got: {said}; start one by `ray start --head`, "
+            "or give HOST:PORT of its head, as shmbus relay takes by --ray"
+        ) from error
 
 
 def _start_actor(plan: PartyPlan, resources: dict[str, float]) -> None:

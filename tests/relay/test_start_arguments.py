@@ -86,3 +86,12 @@ def test_a_time_for_answers_is_refused_by_its_name(call: str) -> None:
 
     wrong = SECONDS + of_type(None) + of_value(0)
     assert let_through(getattr(Relay("run1", []), call), "timeout", wrong) == []
+
+
+@pytest.mark.parametrize("address", ["head", "head:", "127.0.0.1:1", "127.0.0.1:99999"])
+def test_an_address_without_a_cluster_is_named(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["relay", "run1", "--status", "--ray", address]) == 1
+    said = capsys.readouterr().err
+    assert repr(address) in said and "--ray" in said
