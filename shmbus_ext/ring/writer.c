@@ -113,12 +113,20 @@ void writer_close(struct writer *self) {
     doorbell_ring(self->segment->header);
 }
 
+/* A reader misled by scribbled bytes frees a run in use; another lane may hold the run since. */
+static bool holds_its_run(const struct writer *self) {
+    return self->extent != NO_EXTENT &&
+           atomic_load_explicit(&self->segment->extents[self->extent].word,
+                                memory_order_relaxed) ==
+               link_make(self->generation, self->slot_index + 1);
+}
+
 void writer_seal(struct writer *self) {
-    if (self->extent == NO_EXTENT) {
-        return;
+    if (holds_its_run(self)) {
+        /* SYNC: run-sealed. `used` is final. */
+        atomic_store_explicit(&self->segment->extents[self->extent].sealed, 1,
+                              memory_order_release);
     }
-    /* SYNC: run-sealed. `used` is final. */
-    atomic_store_explicit(&self->segment->extents[self->extent].sealed, 1, memory_order_release);
     self->extent = NO_EXTENT;
 }
 
@@ -189,7 +197,7 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
     if (bytes > self->segment->record_limit) {
         return WRITER_TOO_LARGE;
     }
-    if (self->extent == NO_EXTENT || bytes > self->run_bytes - self->used) {
+    if (!holds_its_run(self) || bytes > self->run_bytes - self->used) {
         enum writer_status status = next_run(self, bytes);
         if (status != WRITER_OK) {
             return status;

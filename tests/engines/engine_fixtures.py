@@ -35,11 +35,5 @@ def trainer(bus_name: str) -> Iterator[Trainer]:
 
 
 @pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, "1MiB", max_producers=4) as bus:
-        yield bus
-
-
-@pytest.fixture
 def scene(bus: Bus, trainer: Trainer, servers: StartServer) -> Scene:
     return Scene(bus, trainer, servers)

@@ -32,12 +32,6 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, "1MiB", max_producers=4) as bus:
-        yield bus
-
-
-@pytest.fixture
 def trainer(bus: Bus, tmp_path: Path) -> Iterator[Trainer]:
     made = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
     made.publish(1)

@@ -94,12 +94,6 @@ Call = Callable[[Any], object]
 
 
 @pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, "1MiB", max_producers=4) as handle:
-        yield handle
-
-
-@pytest.fixture
 def handles(bus_name: str) -> Iterator[tuple[Bus, Producer, Feeder]]:
     with (
         Bus.create(bus_name, "4MiB", max_producers=4) as bus,

@@ -1,4 +1,4 @@
-"""Fixtures of the recorder's tests: a bus, stub engines, recorders, and a client for one sample."""
+"""Fixtures of the recorder's tests: stub engines, recorders, and a client for one sample."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,15 +14,7 @@ from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.server import serving
 from shmbus.recorder.settings import Settings
 
-SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
-
 StartRecorder = Callable[..., Recorder]
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[shmbus.Bus]:
-    with shmbus.Bus.create(bus_name, "8MiB", schema=SCHEMA) as bus:
-        yield bus
 
 
 @pytest.fixture
@@ -65,21 +57,9 @@ def recorder(start_recorder: StartRecorder, engine: StubEngine) -> Recorder:
 
 
 @pytest.fixture
-def feeder(bus: shmbus.Bus) -> Iterator[shmbus.Feeder]:
-    with shmbus.Feeder(bus.name) as feeder:
-        yield feeder
-
-
-@pytest.fixture
 def consumer(bus: shmbus.Bus) -> Iterator[shmbus.Consumer]:
     with shmbus.Consumer(bus.name, sample_retries=2, retry_backoff=(0.01, 0.05)) as consumer:
         yield consumer
-
-
-@pytest.fixture
-def producer(bus: shmbus.Bus) -> Iterator[shmbus.Producer]:
-    with shmbus.Producer(bus.name) as producer:
-        yield producer
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Samples of a recorder in the batches of OnlineDataHandler: they are what the engine sampled."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,14 @@ import shmbus
 pytest_plugins = ["recorder_fixtures"]
 
 pytest.importorskip("torch")
+
+SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
+
+
+@pytest.fixture(params=[None, SCHEMA], ids=["without schema", "with schema"])
+def bus(request: pytest.FixtureRequest, bus_name: str) -> Iterator[shmbus.Bus]:
+    with shmbus.Bus.create(bus_name, "4MiB", schema=request.param) as bus:
+        yield bus
 
 
 def test_a_batch_has_what_the_engine_sampled(bus: shmbus.Bus, seed: int) -> None:

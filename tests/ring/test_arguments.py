@@ -5,7 +5,6 @@ import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from conftest import segments_named, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="1MiB", max_producers=4) as handle:
-        yield handle
 
 
 def sample(index: int = 0, **more: Any) -> dict[str, Any]:

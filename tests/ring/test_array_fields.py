@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,6 @@ from shmbus_ext import _core
 
 INTS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 FLOATS = ("float16", "float32", "float64")
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="16MiB", max_producers=8) as handle:
-        yield handle
 
 
 class Ends:

@@ -13,14 +13,14 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner
+from conftest import Spawner, ends_of
 from fork_server import TEMPLATE
 
 import shmbus
@@ -29,13 +29,8 @@ from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
 FORK = multiprocessing.get_context("fork")
-HEADER_BYTES, SLOT_BYTES, DESCRIPTOR_BYTES = 1024, 128, 64
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="1MiB", max_producers=4) as handle:
-        yield handle
+HEADER_BYTES, SLOT_BYTES, DESCRIPTOR_BYTES = 1024, 256, 64
+SEALED_AT = 40
 
 
 def path_of(name: str) -> Path:
@@ -546,6 +541,20 @@ def lose_nothing_beside_a_damaged_lane(name: str, seed: int) -> None:
 
 def test_other_lanes_lose_nothing_beside_a_damaged_one(bus: Bus, seed: int) -> None:
     in_child(TEMPLATE, lose_nothing_beside_a_damaged_lane, bus.name, seed)
+
+
+@pytest.mark.parametrize("length", [10, 20_000], ids=["within the run", "past the run's end"])
+def test_a_producer_leaves_a_run_that_damage_gave_away(bus: Bus, length: int) -> None:
+    with ends_of(bus, daemon=False) as (hurt, consumer), Producer(bus.name) as sound:
+        put(hurt, "hurt")
+        raw = Raw(bus.name)
+        struct.pack_into("<I", raw.bytes, raw.descriptors_at + SEALED_AT, 1)
+        assert names_taken(consumer) == ["hurt"]
+        put(sound, "sound")
+        for step in range(4):
+            put(sound, f"sound{step}")
+            put(hurt, f"hurt{step}", x=np.zeros(length, np.uint8))
+            assert f"sound{step}" in names_taken(consumer)
 
 
 def forge(raw: Raw, rng: random.Random, record: int) -> None:

@@ -7,7 +7,6 @@ import resource
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,18 +18,6 @@ from shmbus.cli import main
 from shmbus.segment.names import shm_path
 
 TOKENS = np.zeros(1000, np.int32)
-
-
-@pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, "1MiB", max_producers=4) as made:
-        yield made
-
-
-@pytest.fixture
-def producer(bus: Bus) -> Iterator[Producer]:
-    with Producer(bus.name) as made:
-        yield made
 
 
 def fill(producer: Producer) -> int:

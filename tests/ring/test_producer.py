@@ -19,12 +19,6 @@ from shmbus import Bus, Consumer, Producer
 
 
 @pytest.fixture
-def bus(bus_name: str) -> Iterator[Bus]:
-    with Bus.create(bus_name, capacity="8MiB", max_producers=8) as handle:
-        yield handle
-
-
-@pytest.fixture
 def small_bus(bus_name: str) -> Iterator[Bus]:
     """Sixteen extents of a page each; a record takes at most four of them."""
     with Bus.create(bus_name, capacity=65536, max_producers=8) as handle:

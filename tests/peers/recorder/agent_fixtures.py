@@ -1,4 +1,4 @@
-"""A real vLLM with a log of what it sampled, a recorder before it, and a bus."""
+"""A real vLLM with a log of sampled tokens, and a recorder before the engine."""
 
 import contextlib
 import json
@@ -23,7 +23,6 @@ HERE = Path(__file__).parent
 VLLM = HERE.parents[2] / "build" / "peers" / "vllm" / "bin" / "python"
 PATIENCE = float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 START_S, END_S = 240.0 * PATIENCE, 60.0
-SCHEMA = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 
 
 def answers(url: str) -> bool:
@@ -93,13 +92,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         assert engine.process.poll() is None, engine.output()[-8000:]
     finally:
         end(engine.process)
-
-
-@pytest.fixture
-def bus(request: pytest.FixtureRequest) -> Iterator[shmbus.Bus]:
-    name = f"test-recorder-{os.getpid()}-{request.node.name[:40]}"
-    with shmbus.Bus.create(name, "64MiB", schema=SCHEMA) as bus:
-        yield bus
 
 
 class Proxy:

@@ -1,4 +1,4 @@
-"""What the tests of vLLM are given: models on disk, and a bus."""
+"""Fixtures of vLLM's tests: models on disk, and the name of a channel."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import vllm_model as tiny
 
-from shmbus import Bus
 from shmbus.channel import unlink_channel
 
 
@@ -18,12 +17,6 @@ def folders(tmp_path: Path) -> dict[int, Path]:
         tiny.save(str(tmp_path / str(seed)), seed)
         found[seed] = tmp_path / str(seed)
     return found
-
-
-@pytest.fixture
-def bus() -> Iterator[Bus]:
-    with Bus.create(f"test-vllm-{os.getpid()}", "1MiB", max_producers=4) as bus:
-        yield bus
 
 
 @pytest.fixture
