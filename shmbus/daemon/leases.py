@@ -211,7 +211,7 @@ class LeaseTable:
     def ready_of(self, split: int) -> int:
         """Count the untaken groups of a split."""
         returned = sum(lease.split == split for lease in self.returned)
-        return returned + self._collector.stash.table.count_ready(split)
+        return returned + self._collector.stash.table.counts(split)[2]
 
     def take(
         self, max_groups: int, max_trajectories: int, split: int = _core.SPLIT_TRAIN

@@ -501,8 +501,8 @@ class Coordinator:
     @property
     def unplaced(self) -> list[str]:
         """Labels of splits with complete groups, unknown to the first sink's bus."""
-        ready, numbers = self.stash.table.count_ready, range(len(self.splits.labels))
-        waiting = [self.splits.labels[n] for n in numbers if ready(n) and not self._sinks_of(n)]
+        count, numbers = self.stash.table.counts, range(len(self.splits.labels))
+        waiting = [self.splits.labels[n] for n in numbers if count(n)[2] and not self._sinks_of(n)]
         return [*waiting, *sorted(self.splits.left_out)]
 
     def _place(self, split: int, sinks: Sequence[str]) -> list[Message]:
@@ -601,7 +601,7 @@ class Coordinator:
         for group in [group for split in splits for group in reversed(table.lease(_ALL, split))]:
             samples = [*group.samples, *self.stash.reports.get(group, ())]
             if any(sample.origin in lost for sample in samples):
-                table.end_lease(group)
+                table.remove(group)
                 self.stash.reports.pop(group, None)
                 rest += [sample for sample in samples if sample.origin not in lost]
             else:

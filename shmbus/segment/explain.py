@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import time
+from collections import Counter
 from typing import Final
 
 from shmbus import errors
@@ -82,6 +83,11 @@ def _lead_error(segment: _core.Segment, waited_s: float) -> errors.BusFullError:
     )
 
 
+def count_attached(segment: _core.Segment) -> int:
+    """Count the producers attached now."""
+    return sum(state == _core.SLOT_ACTIVE for _, state, *_ in segment.producers())
+
+
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
     """Name the processes that hold the space a record lacked; size 0 for the lead."""
     extent = segment.extent_bytes
@@ -95,7 +101,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
         )
     if not size:
         return _lead_error(segment, waited_s)
-    held: dict[int, int] = segment.holders()
+    held = Counter(slot for slot in segment.holders() if 0 <= slot <= segment.max_producers)
     free = segment.free_extents()
     wanted = -(-size // extent)
     collector = segment.collector()
@@ -130,7 +136,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
         for slot, _, _, pid, label, _, _ in segment.producers()
     }
     names[segment.max_producers] = "the collector, for stragglers"
-    top = sorted(held.items(), key=lambda item: -item[1])[:3]
+    top = held.most_common(3)
     shares = ", ".join(f"{show_size(n * extent)} by {names.get(s, s)}" for s, n in top)
     parts.append(f"lanes with the most: {shares}")
     return errors.BusFullError(
@@ -143,7 +149,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
 def requests_text(segment: _core.Segment) -> str:
     """Describe the request lane's contents and its workers."""
     _, open_, claimed, _, _, groups, taken_ns, free, room = _core.request_totals(segment)
-    workers, _, _ = segment.tally()
+    workers = count_attached(segment)
     if taken_ns:
         ago_s = (time.monotonic_ns() - taken_ns) / 1e9
         served = f"a worker took the last sample {show_duration(max(0.0, ago_s))} ago"
@@ -202,8 +208,7 @@ def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
             f"{head}a bus has one reader: close that one first, use another bus, or serve this one "
             f"to many: end that one and start `shmbus serve {segment.name}`"
         )
-    rows = segment.producers()
-    alive = sum(state == _core.SLOT_ACTIVE for _, state, *_ in rows)
+    alive = count_attached(segment)
     return errors.BusBusyError(
         f"bus {segment.name!r}: all {segment.max_producers} producer slots are taken ({alive} "
         f"active); close producers, or create the bus with max_producers above "

@@ -33,6 +33,7 @@ from shmbus.base.ledger import (
 from shmbus.data.keys import make_key, split_of
 from shmbus.handles.stall import Watch
 from shmbus.segment import lifecycle
+from shmbus.segment.explain import count_attached
 from shmbus.stash.drops import DropLog, duplicate_error
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Stash, StashPolicy
@@ -459,7 +460,7 @@ class Collector:
         """Release a group; this stash does not know a group leased by an earlier collector."""
         self.reader.release(samples, reason)
         if group is not None:
-            self.stash.table.end_lease(group)
+            self.stash.table.remove(group)
         self._note_end(samples, reason, group)
         self.drops.flush()
 
@@ -525,7 +526,7 @@ class Collector:
             stash_overflows=stash.overflows,
             moved=self.reader.moves,
             policy_version=segment.policy_version,
-            producers=segment.tally()[0],
+            producers=count_attached(segment),
             capacity=segment.capacity,
             free=segment.free_extents() * segment.extent_bytes,
             requests=RequestCounts(

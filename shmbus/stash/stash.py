@@ -198,7 +198,7 @@ class Stash(Generic[S]):
             if open_one is not None:
                 self._discard("surplus", key, open_one.samples)
             for late in self.table.full(key):
-                self.table.withdraw(late)
+                self.table.remove(late)
                 self._discard("surplus", key, late.samples)
         self.note_complete(key)
         self._cancel(key)
@@ -225,6 +225,12 @@ class Stash(Generic[S]):
             del recent[key]
         return key in recent
 
+    def _take_oldest(self) -> GroupEntry[S]:
+        [copy] = self.table.oldest(1)
+        entry = self.table.take(copy.key)
+        assert entry is not None
+        return entry
+
     def _end_oldest(self, policy: str, reason: Reason, now_s: float) -> None:
         """End the oldest incomplete group: discard it, or deliver it incomplete."""
         failing = self.failures.oldest()
@@ -232,7 +238,7 @@ class Stash(Generic[S]):
         if failing is not None and (born_s is None or failing.born_s < born_s):
             self._end_failing(failing, now_s, policy, reason)
             return
-        self._end_entry(self.table.take_oldest(), policy, reason)
+        self._end_entry(self._take_oldest(), policy, reason)
 
     def _end_entry(self, group: GroupEntry[S], policy: str, reason: Reason) -> None:
         self._cancel(group.key)
@@ -269,7 +275,7 @@ class Stash(Generic[S]):
                 if not self.table.is_leased(ready) and any(
                     id(each) in out for each in ready.samples
                 ):
-                    self.table.withdraw(ready)
+                    self.table.remove(ready)
                     rest += ready.samples + self.reports.pop(ready, [])
             for lease in [each for each in self.inherited if each[0] == key]:
                 rest += self.inherited.pop(lease)
@@ -397,14 +403,14 @@ class Stash(Generic[S]):
                 return
             most -= 1
             if self.policy.sample_retries:
-                entry = self.table.take_oldest()
+                entry = self._take_oldest()
                 group = self.failures.begin_with(entry, now_s)
                 waited = f"not there {now_s - entry.born_s:.3g} s after the first of its group"
                 self.failures.fail_missing(group, waited, now_s)
                 self._note_failing()
             else:
                 self.timeouts += 1
-                self._end_entry(self.table.take_oldest(), self.policy.on_timeout, "timeout")
+                self._end_entry(self._take_oldest(), self.policy.on_timeout, "timeout")
 
     def expire_failing(self, now_s: float, most: float = math.inf) -> None:
         """End overdue failing groups and their requests, after a full read of the ring."""
@@ -468,7 +474,7 @@ class Stash(Generic[S]):
 
     def end_lease(self, group: GroupEntry[S]) -> None:
         """Forget a leased group after its acknowledgement or drop."""
-        self.table.end_lease(group)
+        self.table.remove(group)
         self.end_reports(group)
 
     def end_reports(self, group: GroupEntry[S]) -> None:
@@ -505,7 +511,7 @@ class Stash(Generic[S]):
 
     def waiting_samples(self) -> list[S]:
         """Return every unleased sample: of open, ready and failing groups, in order."""
-        found = self.table.samples() + self.table.ready_samples() + self.failures.samples()
+        found = self.table.samples() + self.failures.samples()
         for rest in (*self.reports.values(), *self.inherited.values()):
             found += rest
         return found

@@ -6,18 +6,6 @@
 
 #define POLYNOMIAL 0x82F63B78u
 
-uint32_t shmbus_crc32c_reference(uint32_t crc, const void *data, size_t bytes) {
-    const unsigned char *p = data;
-    crc = ~crc;
-    while (bytes--) {
-        crc ^= *p++;
-        for (int bit = 0; bit < 8; bit++) {
-            crc = (crc >> 1) ^ (POLYNOMIAL & (0u - (crc & 1u)));
-        }
-    }
-    return ~crc;
-}
-
 static uint32_t table[256];
 
 static uint32_t crc_by_table(uint32_t crc, const void *data, size_t bytes) {

@@ -8,7 +8,4 @@
 
 uint32_t shmbus_crc32c(uint32_t crc, const void *data, size_t bytes);
 
-/* Bit by bit, slow: the reference for tests of the fast versions. */
-uint32_t shmbus_crc32c_reference(uint32_t crc, const void *data, size_t bytes);
-
 #endif

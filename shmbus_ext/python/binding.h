@@ -24,12 +24,15 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Interned names of attributes, arguments and fields, as module.c spells them. */
+/* Interned names of attributes, arguments and fields. */
+#define PY_WORDS(X)                                                                              \
+    X(_take) X(advantages) X(close) X(failed) X(group_size) X(index) X(instance_id) X(key)       \
+    X(leased) X(logprobs) X(loss_mask) X(max_groups) X(meta) X(nbytes) X(need) X(number)         \
+    X(places) X(policy_version) X(round) X(row_lengths) X(rows) X(samples) X(score) X(size)      \
+    X(split) X(timeout) X(tokens)
+#define PY_OBJECT(name) PyObject *name;
 extern struct py_words {
-    PyObject *advantages, *close, *failed, *group_size, *index, *instance_id, *key, *leased,
-        *logprobs, *loss_mask, *max_groups, *meta, *nbytes, *need, *number, *places,
-        *policy_version, *round, *row_lengths, *rows, *samples, *score, *size, *split, *take,
-        *timeout, *tokens;
+    PY_WORDS(PY_OBJECT)
 } py_word;
 
 /* Numbers and texts shared with Python; false with an exception. */

@@ -17,7 +17,6 @@ static const struct {
     {"NO_ROUND", (long)SHMBUS_NO_ROUND},
     {"PAGE", SHMBUS_PAGE},
     {"RECORD_ALIGN", SHMBUS_RECORD_ALIGN},
-    {"RECORD_HEADER_BYTES", sizeof(struct record_header)},
     {"MAX_ID_BYTES", SHMBUS_MAX_ID_BYTES},
     {"MAX_FIELDS", SHMBUS_MAX_FIELDS},
     {"MAX_NDIM", SHMBUS_MAX_NDIM},
@@ -61,7 +60,6 @@ static const struct {
     {"MAX_SPLITS", SHMBUS_MAX_SPLITS},
     {"SPLIT_TRAIN", SHMBUS_SPLIT_TRAIN},
     {"SPLIT_LABEL_BYTES", SHMBUS_SPLIT_LABEL_BYTES},
-    {"CANCELLED_GROUPS", SHMBUS_CANCELLED},
     /* The request lane. */
     {"REQUEST_LEVELS", SHMBUS_REQUEST_LEVELS},
     {"REQUEST_MAX_ROWS", SHMBUS_REQUEST_MAX_ROWS},
@@ -76,8 +74,6 @@ static const struct {
     {"RETRY_REASON_BYTES", SHMBUS_RETRY_REASON_BYTES},
     {"UNMADE_REASON_BYTES", SHMBUS_UNMADE_WORDS * sizeof(uint64_t)},
     /* Relays. */
-    {"RELAY_INTENDED", RELAY_INTENDED},
-    {"RELAY_OWED", RELAY_OWED},
     {"RELAY_SETTLED", RELAY_SETTLED},
     {"BLOCK_HEADER_BYTES", sizeof(struct block_header)},
     /* Refusals of a sample. */

@@ -22,17 +22,9 @@ void py_raise_hook(PyObject *hook, PyObject *arguments) {
     }
 }
 
-/* The code treats the struct as an array of its members. */
-_Static_assert(sizeof(struct hooks) == 18 * sizeof(PyObject *), "hooks are pointers alone");
-
-static PyObject *py_install(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args),
-                            PyObject *kwargs) {
-    static const char *const names[] = {
-        "closed_error",    "too_large_error", "unscored_error", "full_error",    "busy_error",
-        "removed_error",   "layout_error",    "space_error",    "memory_error",  "encode_meta",
-        "decode_meta",     "encode_dtype",    "decode_dtype",   "as_array",      "copy_trajectory",
-        "unknown_field",   "join_rows",       "rows_of",
-    };
+PyObject *py_install(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(args), PyObject *kwargs) {
+#define NAME(hook) #hook,
+    static const char *const names[] = {HOOKS(NAME)};
     PyObject **to = (PyObject **)&hooks;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         PyObject *hook = kwargs == NULL ? NULL : PyDict_GetItemString(kwargs, names[i]);
@@ -65,11 +57,6 @@ void py_restore_error(PyObject *error) {
     PyErr_Restore(Py_NewRef((PyObject *)Py_TYPE(error)), error, PyException_GetTraceback(error));
 #endif
 }
-
-PyMethodDef py_hooks_functions[] = {
-    METHOD("install", py_install, METH_VARARGS | METH_KEYWORDS, NULL),
-    {NULL, NULL, 0, NULL},
-};
 
 /* ---- Kernel errors. */
 PyObject *py_raise_system(const char *kind, PyObject *name) {

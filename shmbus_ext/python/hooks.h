@@ -4,27 +4,15 @@
 
 #include "python/binding.h"
 
-struct hooks {
-    PyObject *closed_error;      /* exception types */
-    PyObject *too_large_error;
-    PyObject *unscored_error;
-    PyObject *full_error;        /* (segment, bytes, waited_s) -> exception */
-    PyObject *busy_error;        /* (segment, what) -> exception */
-    PyObject *removed_error;     /* (segment, unix_ns or 0) -> exception */
-    PyObject *layout_error;      /* (name, status, found, expected) -> exception */
-    PyObject *space_error;       /* (name, bytes) -> exception */
-    PyObject *memory_error;      /* (name, bytes) -> exception */
-    PyObject *encode_meta;       /* object -> bytes */
-    PyObject *decode_meta;       /* buffer -> object */
-    PyObject *encode_dtype;      /* numpy.dtype -> bytes */
-    PyObject *decode_dtype;      /* bytes -> numpy.dtype */
-    PyObject *as_array;          /* (name, object, declared) -> numpy.ndarray */
-    PyObject *copy_trajectory;   /* tuple: the whole record, meta encoded -> TrajectoryCopy */
-    PyObject *unknown_field;     /* (name, declared names) -> exception */
-    PyObject *join_rows;         /* (rows, names of the remaining fields) -> [(name, value)] */
-    PyObject *rows_of;           /* trajectory -> list of rows */
-};
-extern struct hooks hooks;
+/* Types and calls are in _core.pyi, at `install`. */
+#define HOOKS(X)                                                                                 \
+    X(closed_error) X(too_large_error) X(unscored_error) X(full_error) X(busy_error)             \
+    X(removed_error) X(layout_error) X(space_error) X(memory_error) X(encode_meta)               \
+    X(decode_meta) X(encode_dtype) X(decode_dtype) X(as_array) X(copy_trajectory)                \
+    X(unknown_field) X(join_rows) X(rows_of)
+extern struct hooks {
+    HOOKS(PY_OBJECT)
+} hooks;
 /* Raise the exception returned by a hook. */
 void py_raise_hook(PyObject *hook, PyObject *arguments);
 
@@ -32,7 +20,7 @@ void py_raise_hook(PyObject *hook, PyObject *arguments);
 PyObject *py_set_aside_error(void);
 void py_restore_error(PyObject *error);
 
-extern PyMethodDef py_hooks_functions[];
+PyObject *py_install(PyObject *module, PyObject *args, PyObject *kwargs);
 
 /* ---- Kernel errors as exceptions; the message names a missing requirement of shmbus. */
 /* Raise OSError of errno for an open "bus", "pool" or "channel"; return NULL. */
@@ -53,7 +41,7 @@ bool py_watch_call(const struct watch *self, double waited_s, double *next_s);
 /* Return the result of callable(*arguments), or raise. From the main thread the call runs in a
  * helper thread and must not take a lock held by the caller. Steals no reference. */
 PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
-extern PyMethodDef py_uninterrupted_functions[];
+PyObject *py_uninterrupted(PyObject *module, PyObject *args);
 /* Base class: the end of a `with` block calls `close()`, before a signal handler can run. */
 extern PyTypeObject ClosedByBlockType;
 

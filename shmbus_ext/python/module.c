@@ -15,14 +15,12 @@
 
 static PyObject *py_crc32c(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_buffer data;
-    int reference = 0;
-    if (!PyArg_ParseTuple(args, "y*|p", &data, &reference)) {
+    if (!PyArg_ParseTuple(args, "y*", &data)) {
         return NULL;
     }
     uint32_t crc;
     Py_BEGIN_ALLOW_THREADS
-    crc = reference ? shmbus_crc32c_reference(0, data.buf, (size_t)data.len)
-                    : shmbus_crc32c(0, data.buf, (size_t)data.len);
+    crc = shmbus_crc32c(0, data.buf, (size_t)data.len);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&data);
     return PyLong_FromUnsignedLong(crc);
@@ -30,33 +28,26 @@ static PyObject *py_crc32c(PyObject *Py_UNUSED(module), PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"crc32c", py_crc32c, METH_VARARGS, NULL},
+    METHOD("install", py_install, METH_VARARGS | METH_KEYWORDS, NULL),
+    {"pool_lease", py_pool_lease, METH_VARARGS, NULL},
+    {"convert_field", py_convert_field, METH_VARARGS, NULL},
+    {"note_waited", py_note_waited, METH_VARARGS, NULL},
+    METHOD("declared_bytes", py_declared_bytes, METH_O, NULL),
+    {"uninterrupted", py_uninterrupted, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static bool add_types(PyObject *module) {
-    struct {
-        const char *name;
-        PyTypeObject *type;
-    } types[] = {
-        {"Segment", &SegmentType},         {"Restorer", &RestorerType},
-        {"Schema", &SchemaType},           {"Keeper", &KeeperType},
-        {"Pin", &PinType},                 {"Trajectory", &TrajectoryType},
-        {"OriginHead", &OriginHeadType},
-        {"Writer", &WriterType},           {"Reservation", &ReservationType},
-        {"GroupTable", &GroupTableType},   {"GroupEntry", &GroupEntryType},
-        {"GroupBase", &GroupBaseType},     {"ClientLease", &ClientLeaseType},
-        {"Reader", &ReaderType},           {"Borrower", &BorrowerType},
-        {"RecursiveLock", &RecursiveLockType}, {"LockAttempt", &LockAttemptType},
-        {"Intake", &IntakeType},           {"ConsumerBase", &ConsumerBaseType},
-        {"SlotPool", &PoolType},           {"PoolLease", &PoolLeaseType},
-        {"PoolWrite", &PoolWriteType},
-        {"Channel", &ChannelType},         {"ChannelMemory", &ChannelMemoryType},
-        {"ClosedByBlock", &ClosedByBlockType},
-        {"DeclaredSchema", &DeclaredSchemaType}, {"PackPlan", &PackPlanType},
+    static PyTypeObject *const types[] = {
+        &SegmentType, &RestorerType, &SchemaType, &KeeperType, &PinType, &TrajectoryType,
+        &OriginHeadType, &WriterType, &ReservationType, &GroupTableType, &GroupEntryType,
+        &GroupBaseType, &ClientLeaseType, &ReaderType, &BorrowerType, &RecursiveLockType,
+        &LockAttemptType, &IntakeType, &ConsumerBaseType, &PoolType, &PoolLeaseType,
+        &PoolWriteType, &ChannelType, &ChannelMemoryType, &ClosedByBlockType, &DeclaredSchemaType,
+        &PackPlanType,
     };
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
-        if (PyType_Ready(types[i].type) < 0 ||
-            PyModule_AddObjectRef(module, types[i].name, (PyObject *)types[i].type) < 0) {
+        if (PyModule_AddType(module, types[i]) < 0) {
             return false;
         }
     }
@@ -66,26 +57,12 @@ static bool add_types(PyObject *module) {
 struct py_words py_word;
 
 static bool intern_words(void) {
-    const struct {
-        PyObject **at;
-        const char *text;
-    } words[] = {
-        {&py_word.advantages, "advantages"}, {&py_word.close, "close"},
-        {&py_word.failed, "failed"}, {&py_word.group_size, "group_size"},
-        {&py_word.index, "index"}, {&py_word.instance_id, "instance_id"}, {&py_word.key, "key"},
-        {&py_word.leased, "leased"}, {&py_word.logprobs, "logprobs"},
-        {&py_word.loss_mask, "loss_mask"}, {&py_word.max_groups, "max_groups"},
-        {&py_word.meta, "meta"}, {&py_word.nbytes, "nbytes"}, {&py_word.need, "need"},
-        {&py_word.number, "number"}, {&py_word.places, "places"},
-        {&py_word.policy_version, "policy_version"}, {&py_word.round, "round"},
-        {&py_word.row_lengths, "row_lengths"}, {&py_word.rows, "rows"},
-        {&py_word.samples, "samples"}, {&py_word.score, "score"}, {&py_word.size, "size"},
-        {&py_word.split, "split"}, {&py_word.take, "_take"}, {&py_word.timeout, "timeout"},
-        {&py_word.tokens, "tokens"},
-    };
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
-        *words[i].at = PyUnicode_InternFromString(words[i].text);
-        if (*words[i].at == NULL) {
+#define TEXT(word) #word,
+    static const char *const texts[] = {PY_WORDS(TEXT)};
+    PyObject **at = (PyObject **)&py_word;
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        at[i] = PyUnicode_InternFromString(texts[i]);
+        if (at[i] == NULL) {
             return false;
         }
     }
@@ -94,18 +71,14 @@ static bool intern_words(void) {
 
 static bool add_functions(PyObject *module) {
     PyMethodDef *const tables[] = {
-        py_arrays_functions,           py_waits_functions,
-        py_channel_messages_functions, py_client_lease_functions,
-        py_convert_functions,          py_declared_functions,
-        py_delivery_functions,         py_end_lease_functions,
-        py_export_functions,
-        py_hooks_functions,            py_import_functions,
-        py_inspect_functions,          py_origin_head_functions,
-        py_pool_lease_functions,
-        py_pool_patch_functions,       py_pool_rows_functions,
-        py_relay_functions,            py_request_functions,
-        py_retry_functions,            py_splits_functions,
-        py_uninterrupted_functions,
+        py_arrays_functions,           py_channel_messages_functions,
+        py_client_lease_functions,     py_delivery_functions,
+        py_end_lease_functions,        py_export_functions,
+        py_import_functions,           py_inspect_functions,
+        py_origin_head_functions,      py_pool_patch_functions,
+        py_pool_rows_functions,        py_relay_functions,
+        py_request_functions,          py_retry_functions,
+        py_splits_functions,
     };
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
         if (PyModule_AddFunctions(module, tables[i]) < 0) {

@@ -150,7 +150,7 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments) {
 }
 
 /* uninterrupted(callable, *arguments): the call's result; no signal handler runs meanwhile. */
-static PyObject *py_uninterrupted(PyObject *Py_UNUSED(module), PyObject *args) {
+PyObject *py_uninterrupted(PyObject *Py_UNUSED(module), PyObject *args) {
     if (PyTuple_GET_SIZE(args) == 0) {
         return PyErr_Format(PyExc_TypeError, "uninterrupted: expected a callable");
     }
@@ -160,11 +160,6 @@ static PyObject *py_uninterrupted(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_XDECREF(rest);
     return result;
 }
-
-PyMethodDef py_uninterrupted_functions[] = {
-    {"uninterrupted", py_uninterrupted, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};
 
 /* ---- Closing at the end of a `with` block, even if a signal handler raises at its end.
  *

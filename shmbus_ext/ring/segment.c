@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -294,9 +295,11 @@ enum shared_status segment_create(struct segment *self, int fd,
     header->extent_count = plan->extent_count;
     header->max_producers = plan->max_producers;
     header->created_unix_ns = self->created_unix_ns = clock_realtime_ns();
-    if (!identity_make(header->identity, self->identity)) {
+    const size_t bytes = sizeof header->identity;
+    if (getrandom(header->identity, bytes, 0) != (ssize_t)bytes) {
         return SHARED_SYSTEM_ERROR;
     }
+    identity_text(self->identity, header->identity);
     self->lead->max_groups = plan->max_lead;
     self->lead->max_versions = plan->max_lead_versions;
     /* With a bound in versions alone, the first group determines the bound in groups. */

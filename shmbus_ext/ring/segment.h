@@ -10,7 +10,6 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/random.h>
 
 #include "base/shared_file.h"
 #include "ring/layout.h"
@@ -55,16 +54,6 @@ static inline const uint8_t *identity_of_producer(const struct bus_header *heade
         }
     }
     return header->identity;
-}
-
-/* Makes a new identity and its text; false with errno. */
-static inline bool identity_make(uint8_t identity[SHMBUS_IDENTITY_BYTES],
-                                 char text[IDENTITY_TEXT_BYTES]) {
-    if (getrandom(identity, SHMBUS_IDENTITY_BYTES, 0) != (ssize_t)SHMBUS_IDENTITY_BYTES) {
-        return false;
-    }
-    identity_text(text, identity);
-    return true;
 }
 
 struct segment {

@@ -53,7 +53,6 @@ bool group_table_begin(struct group_table *self) {
     }
     self->mask = SMALLEST_INDEX - 1;
     self->age_mask = SMALLEST_AGES - 1;
-    self->bytes = SMALLEST_INDEX * sizeof *self->buckets + SMALLEST_AGES * sizeof *self->ages;
     return true;
 }
 
@@ -66,12 +65,10 @@ static struct group_entry *entry_at(const struct group_table *self, uint32_t num
 static void free_entry(struct group_table *self, struct group_entry *entry) {
     entry->serial = 0;
     if (entry->key_bytes > ENTRY_INLINE_KEY) {
-        self->bytes -= entry->key_bytes;
         free(entry->long_key);
     }
     uint8_t class = entry->class;
     if (class == ENTRY_CLASSES) {
-        self->bytes -= entry->width * sizeof(void *);
         free(entry->inline_cells[0]);
         class = 0;
     }
@@ -151,7 +148,6 @@ static bool grow_index(struct group_table *self) {
             place(grown, room - 1, self->buckets[i]);
         }
     }
-    self->bytes += (room - self->mask - 1) * sizeof *grown;
     free(self->buckets);
     self->buckets = grown;
     self->mask = room - 1;
@@ -201,7 +197,6 @@ static bool grow_ages(struct group_table *self) {
     }
     free(self->ages);
     self->ages = grown;
-    self->bytes += room * sizeof *grown;
     self->age_mask = 2 * room - 1;
     return true;
 }
@@ -254,7 +249,6 @@ static bool add_chunk(struct group_table *self) {
         if (grown == NULL) {
             return false;
         }
-        self->bytes += (room - self->chunk_room) * sizeof *grown;
         self->chunks = grown;
         self->chunk_room = room;
     }
@@ -267,7 +261,6 @@ static bool add_chunk(struct group_table *self) {
     self->chunk_used = self->chunk_count == 0 ? LINE_PAIR : 0;
     self->chunks[self->chunk_count++] = chunk;
     self->chunk_size = size;
-    self->bytes += size;
     return true;
 }
 
@@ -313,13 +306,11 @@ static struct group_entry *new_entry(struct group_table *self, uint32_t width, u
             free_entry(self, entry);
             return NULL;
         }
-        self->bytes += width * sizeof(void *);
     }
     return entry;
 }
 
-static bool copy_key(struct group_table *self, struct group_entry *entry,
-                     const struct group_key *key) {
+static bool copy_key(struct group_entry *entry, const struct group_key *key) {
     uint8_t *to = entry->inline_key;
     if (key->length > ENTRY_INLINE_KEY) {
         to = malloc(key->length);
@@ -327,7 +318,6 @@ static bool copy_key(struct group_table *self, struct group_entry *entry,
             return false;
         }
         entry->long_key = to;
-        self->bytes += key->length;
     }
     memcpy(to, key->bytes, key->length);
     entry->key_bytes = key->length;
@@ -345,7 +335,7 @@ struct group_entry *group_table_insert(struct group_table *self, const struct gr
     if (entry == NULL) {
         return NULL;
     }
-    if (!copy_key(self, entry, key)) {
+    if (!copy_key(entry, key)) {
         free_entry(self, entry);
         return NULL;
     }

@@ -82,7 +82,6 @@ struct group_table {
     uint8_t **chunks;
     uint32_t chunk_count, chunk_room;
     size_t chunk_used, chunk_size; /* of the newest */
-    size_t bytes; /* of index, ages, chunks, wide entries and long keys */
 };
 
 bool group_table_begin(struct group_table *self);

@@ -3,6 +3,19 @@
 #include "base/checksum.h"
 #include "support.h"
 
+/* Bit by bit, slow. */
+static uint32_t crc32c_by_bits(uint32_t crc, const void *data, size_t bytes) {
+    const unsigned char *p = data;
+    crc = ~crc;
+    while (bytes--) {
+        crc ^= *p++;
+        for (int bit = 0; bit < 8; bit++) {
+            crc = (crc >> 1) ^ (0x82F63B78u & (0u - (crc & 1u)));
+        }
+    }
+    return ~crc;
+}
+
 static void checksums_agree(uint64_t *random) {
     uint8_t data[3000];
     for (int round = 0; round < 600; round++) {
@@ -11,8 +24,7 @@ static void checksums_agree(uint64_t *random) {
         }
         size_t from = next_random(random) % 16;
         size_t bytes = next_random(random) % (sizeof data - from);
-        CHECK(shmbus_crc32c(7, data + from, bytes) ==
-              shmbus_crc32c_reference(7, data + from, bytes));
+        CHECK(shmbus_crc32c(7, data + from, bytes) == crc32c_by_bits(7, data + from, bytes));
     }
     /* The check value of CRC-32C. */
     CHECK(shmbus_crc32c(0, "123456789", 9) == 0xE3069283u);

@@ -195,7 +195,7 @@ class CoordinatorPart:
             frozenset(c.dropped.items()),
             frozenset(c.orphans.items()),
             tuple(sorted(sample.origin for sample in table.samples())),
-            tuple(sorted(sample.origin for sample in table.ready_samples())),
+            table.ready_groups,
             frozenset(c.known),
             frozenset(table.recent),
             tuple(c.splits.labels),
@@ -223,7 +223,7 @@ class CoordinatorPart:
             new.stash.add(entry.samples, 0.0)
             (view.leases[origins],) = new.stash.lease(1, 0, entry.split)
         new.stash.table.recent.clear()
-        new.stash.add([*c.stash.table.ready_samples(), *c.stash.table.samples()], 0.0)
+        new.stash.add(c.stash.table.samples(), 0.0)
         new.stash.table.recent.clear()
         new.stash.table.recent.update(c.stash.table.recent)
         assert self.key(new) == self.key(c), "a copy that differs"

@@ -16,6 +16,7 @@ from shmbus_ext import _core
 
 IDENTITY = bytes(range(16))
 NEW = 0xFFFFFFFF
+INTENDED, OWED = 2, 3
 
 
 @pytest.fixture
@@ -61,13 +62,13 @@ def test_an_intent_is_settled_as_far_as_its_lane_was_committed(bus: str) -> None
     sink = Sink(bus)
     entries = _core.relay_intend(sink.producer, origins(3, 4, 5), numbers(NEW, NEW, NEW))
     assert entries == numbers(0, 1, 2)
-    assert set(states(sink.segment).values()) == {_core.RELAY_INTENDED}
+    assert set(states(sink.segment).values()) == {INTENDED}
     put(sink.producer, 0)
     put(sink.producer, 1)
     sink.close()
     successor = Sink(bus)
     assert successor.incarnation == 2
-    settled, owed = _core.RELAY_SETTLED, _core.RELAY_OWED
+    settled, owed = _core.RELAY_SETTLED, OWED
     assert states(successor.segment) == {3: settled, 4: settled, 5: owed}
     again = _core.relay_intend(successor.producer, origins(5), numbers(2))
     assert again == numbers(2)
@@ -222,6 +223,6 @@ def test_a_new_sink_heals_the_journal_first(bus: str, committed: int, spawn: Spa
     for producer in others:
         producer.close()
     successor = Sink(bus)
-    expected = {i: _core.RELAY_SETTLED if i < committed else _core.RELAY_OWED for i in range(4)}
+    expected = {i: _core.RELAY_SETTLED if i < committed else OWED for i in range(4)}
     assert states(successor.segment) == expected
     successor.close()

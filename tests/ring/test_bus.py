@@ -29,7 +29,7 @@ from shmbus.segment.names import shm_path
 from shmbus_ext import _core
 
 FORK = multiprocessing.get_context("fork")
-HEADER_BYTES, SLOT_BYTES, DESCRIPTOR_BYTES = 1024, 256, 64
+HEADER_BYTES, SLOT_BYTES, DESCRIPTOR_BYTES, RECORD_HEADER_BYTES = 1024, 256, 64, 128
 SEALED_AT = 40
 
 
@@ -425,7 +425,7 @@ def test_a_flipped_bit_of_a_header_is_quarantined_and_counted(
     bus_name: str, seed: int, late: bool, aborted: bool
 ) -> None:
     # The header, and behind it two words of shape, the id, and an entry of the schema.
-    draw, hurt = random.Random(seed), range(_core.RECORD_HEADER_BYTES + 38)
+    draw, hurt = random.Random(seed), range(RECORD_HEADER_BYTES + 38)
     bits = [(byte, bit) for byte in hurt for bit in draw.sample(range(8), BITS_OF_A_BYTE)]
     wrong = list(filter(None, (flip_one(bus_name, *where, late, aborted) for where in bits)))
     assert not wrong, "\n".join([f"{len(wrong)} bits", *wrong[:3]])

@@ -102,11 +102,6 @@ bool py_extras_read_destination(struct extras *self, PyObject *outs) {
 
 /* ---- Fields of a record ---- */
 
-static bool extra_error(const TrajectoryObject *t, const struct extra *extra, const char *expected,
-                        PyObject *got) {
-    return py_field_error(t, extra->name, expected, got);
-}
-
 /* Index of the first row size in the record's shape: 1 skips the row count. */
 static int row_from(const struct extra *extra) {
     return extra->kind == EXTRA_SEQUENCE ? 0 : 1;
@@ -128,7 +123,7 @@ static bool rows_differ(const TrajectoryObject *t, const struct extra *extra, Py
     PyObject *expected = describe_rows(extra->dtype, extra->sizes, extra->ndim);
     const char *text = expected == NULL ? NULL : PyUnicode_AsUTF8(expected);
     if (text != NULL) {
-        extra_error(t, extra, text, describe_rows(dtype, sizes, ndim));
+        py_field_error(t, extra->name, text, describe_rows(dtype, sizes, ndim));
     }
     Py_XDECREF(expected);
     return false;
@@ -146,8 +141,8 @@ static bool look_up(struct extras *self, struct extra *extra, const TrajectoryOb
         }
         const int ndim = schema->ndim[extra->at] - row_from(extra);
         if (ndim < 0) {
-            return extra_error(t, extra, "a dimension that counts its rows",
-                               PyUnicode_FromString("a single number"));
+            return py_field_error(t, extra->name, "a dimension that counts its rows",
+                                  PyUnicode_FromString("a single number"));
         }
         const uint64_t *sizes = t->shape + schema->shape_at[extra->at] + 1 + row_from(extra);
         if (extra->dtype == NULL) {
@@ -162,10 +157,10 @@ static bool look_up(struct extras *self, struct extra *extra, const TrajectoryOb
             return rows_differ(t, extra, dtype, sizes, ndim);
         }
     } else if (!extra->optional) {
-        return extra_error(t, extra, "in every sample, since extra_fields has it",
-                           PyUnicode_FromFormat("none among %R; put it, or give it a fill by "
-                                                "ExtraField",
-                                                schema->names));
+        return py_field_error(t, extra->name, "in every sample, since extra_fields has it",
+                              PyUnicode_FromFormat("none among %R; put it, or give it a fill by "
+                                                   "ExtraField",
+                                                   schema->names));
     }
     extra->schema = schema;
     return true;
@@ -192,8 +187,8 @@ static bool find_one(struct extras *self, struct extra *extra, const TrajectoryO
         return rows_differ(t, extra, extra->dtype, sizes, extra->ndim);
     }
     if (extra->kind == EXTRA_TOKEN && source->rows != tokens) {
-        return extra_error(
-            t, extra, "as many rows as tokens",
+        return py_field_error(
+            t, extra->name, "as many rows as tokens",
             PyUnicode_FromFormat("%llu, tokens has %llu", U64(source->rows), U64(tokens)));
     }
     extra->rows += source->rows;

@@ -153,11 +153,6 @@ static bool check_words(PyObject *words) {
     return good;
 }
 
-static bool append_if_mentioned(PyObject *found, Py_ssize_t position, const TrajectoryObject *t,
-                                PyObject *words) {
-    return !mentions(t, words) || py_append(found, PyLong_FromSsize_t(position));
-}
-
 /* mentioning(trajectories, words) -> positions of the trajectories whose encoded meta contains a
  * word. */
 static PyObject *py_mentioning(PyObject *Py_UNUSED(module), PyObject *args) {
@@ -168,9 +163,10 @@ static PyObject *py_mentioning(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *found = PyList_New(0);
     for (Py_ssize_t i = 0; found != NULL && i < PyList_GET_SIZE(items); i++) {
         const TrajectoryObject *t = py_as_trajectory(PyList_GET_ITEM(items, i));
-        if (t == NULL || (t->meta_bytes > 0 && (!py_trajectory_readable(t) ||
-                                                !append_if_mentioned(found, i, t, words)))) {
+        if (t == NULL || (t->meta_bytes > 0 && !py_trajectory_readable(t))) {
             Py_CLEAR(found);
+        } else if (t->meta_bytes > 0 && mentions(t, words)) {
+            py_list_add(&found, PyLong_FromSsize_t(i));
         }
     }
     return found;

@@ -79,11 +79,8 @@ static PyObject *py_note_useless(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 /* groups_dropped(segment) -> int: since the bus's creation. */
-static PyObject *py_groups_dropped(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    return !py_take_segment(object, &segment)
-               ? NULL
-               : PyLong_FromUnsignedLongLong(RELAXED(segment->c.figures->groups_dropped));
+SEGMENT_FUNCTION(py_groups_dropped, py_take_segment) {
+    return PyLong_FromUnsignedLongLong(RELAXED(segment->c.figures->groups_dropped));
 }
 
 PyMethodDef py_delivery_functions[] = {

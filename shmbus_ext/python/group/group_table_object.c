@@ -64,18 +64,14 @@ static GroupEntryObject *entry_at(struct list_link *link) {
     return LIST_ENTRY(link, GroupEntryObject, link);
 }
 
-static struct entry_list *list_of(GroupListsObject *self, enum entry_place place,
-                                  const GroupEntryObject *entry) {
-    return place == ENTRY_READY ? &self->ready[entry->split] : &self->leased;
-}
-
 /* Count the entry into its list and its split; sign -1 counts out. */
 static void count_entry(GroupListsObject *self, const GroupEntryObject *entry, uint64_t sign) {
     const uint64_t samples = sign * samples_of(entry);
-    struct entry_list *list = list_of(self, entry->place, entry);
+    const bool ready = entry->place == ENTRY_READY;
+    struct entry_list *list = ready ? &self->ready[entry->split] : &self->leased;
     list->groups += sign;
     list->samples += samples;
-    if (entry->place == ENTRY_READY) {
+    if (ready) {
         self->ready_groups += sign;
         self->ready_samples += samples;
     } else {
@@ -238,11 +234,6 @@ bool py_group_lists_have_leased(const GroupListsObject *self, const PyObject *ob
            entry->place == ENTRY_LEASED;
 }
 
-static GroupEntryObject *require_leased(const GroupListsObject *self, PyObject *object) {
-    NEVER(!py_group_lists_have_leased(self, object), NULL);
-    return (GroupEntryObject *)object;
-}
-
 /* push(entry): append an unlisted entry to the ready list. */
 static PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
     NEVER(!Py_IS_TYPE(object, &GroupEntryType) ||
@@ -251,55 +242,28 @@ static PyObject *py_group_lists_push(GroupListsObject *self, PyObject *object) {
     Py_RETURN_NONE;
 }
 
-static bool is_split(unsigned int split) {
-    NEVER(split >= SHMBUS_MAX_SPLITS, false);
-    return true;
-}
-
 /* lease(limit, split=0) -> list[GroupEntry]: the entries ready longest. */
 static PyObject *py_group_lists_lease(GroupListsObject *self, PyObject *args) {
     Py_ssize_t limit;
     unsigned int split = SHMBUS_SPLIT_TRAIN;
-    if (!PyArg_ParseTuple(args, "n|I", &limit, &split) || !is_split(split)) {
+    if (!PyArg_ParseTuple(args, "n|I", &limit, &split)) {
         return NULL;
     }
+    NEVER(split >= SHMBUS_MAX_SPLITS, NULL);
     return py_group_lists_lease_ready(self, split, limit, clock_monotonic_ns());
-}
-
-/* count_ready(split) -> int: ready groups of the split. */
-static PyObject *py_group_lists_count_ready(GroupListsObject *self, PyObject *argument) {
-    unsigned long split = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred() || !is_split(split > UINT_MAX ? UINT_MAX : (unsigned int)split)) {
-        return NULL;
-    }
-    return PyLong_FromUnsignedLongLong(self->ready[split].groups);
-}
-
-/* end_lease(entry): remove a leased entry from its list. */
-static PyObject *py_group_lists_end_lease(GroupListsObject *self, PyObject *object) {
-    GroupEntryObject *entry = require_leased(self, object);
-    if (entry == NULL) {
-        return NULL;
-    }
-    py_group_entry_end(entry);
-    Py_RETURN_NONE;
 }
 
 /* give_back(entry): return a leased entry to the front of the ready list. */
 static PyObject *py_group_lists_give_back(GroupListsObject *self, PyObject *object) {
-    GroupEntryObject *entry = require_leased(self, object);
-    if (entry == NULL) {
-        return NULL;
-    }
-    py_group_entry_give_back(entry);
+    NEVER(!py_group_lists_have_leased(self, object), NULL);
+    py_group_entry_give_back((GroupEntryObject *)object);
     Py_RETURN_NONE;
 }
 
-/* withdraw(entry): remove a ready entry from its list. */
-static PyObject *py_group_lists_withdraw(GroupListsObject *self, PyObject *object) {
+/* remove(entry): remove a ready or leased entry from its list. */
+static PyObject *py_group_lists_remove(GroupListsObject *self, PyObject *object) {
     GroupEntryObject *entry = (GroupEntryObject *)object;
-    NEVER(!Py_IS_TYPE(object, &GroupEntryType) || entry->lists != self ||
-          entry->place != ENTRY_READY, NULL);
+    NEVER(!Py_IS_TYPE(object, &GroupEntryType) || entry->lists != self, NULL);
     py_group_entry_end(entry);
     Py_RETURN_NONE;
 }
@@ -307,26 +271,6 @@ static PyObject *py_group_lists_withdraw(GroupListsObject *self, PyObject *objec
 /* is_leased(entry) -> bool: True while the entry is under lease here. */
 static PyObject *py_group_lists_is_leased(GroupListsObject *self, PyObject *object) {
     return PyBool_FromLong(py_group_lists_have_leased(self, object));
-}
-
-/* ready_samples() -> list: samples of ready groups, in order. */
-static PyObject *py_group_lists_ready_samples(GroupListsObject *self,
-                                              PyObject *Py_UNUSED(ignored)) {
-    PyObject *found = PyList_New((Py_ssize_t)self->ready_samples);
-    if (found == NULL) {
-        return NULL;
-    }
-    Py_ssize_t to = 0;
-    for (uint32_t split = 0; split < SHMBUS_MAX_SPLITS; split++) {
-        struct list_link *head = &self->ready[split].entries;
-        for (struct list_link *l = head->next; l != head; l = l->next) {
-            PyObject *samples = entry_at(l)->samples;
-            for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
-                PyList_SET_ITEM(found, to++, Py_NewRef(PyList_GET_ITEM(samples, i)));
-            }
-        }
-    }
-    return found;
 }
 
 /* Index the listed entries: the first full() makes the index, which groups without failures and
@@ -717,20 +661,6 @@ static PyObject *py_group_table_put(GroupTableObject *self, PyObject *args) {
     return left;
 }
 
-/* take_oldest() -> GroupEntry: remove the oldest entry, complete or not. */
-static PyObject *py_group_table_take_oldest(GroupTableObject *self, PyObject *Py_UNUSED(ignored)) {
-    struct group_entry *entry = group_table_oldest(&self->c);
-    NEVER(entry == NULL, NULL);
-    struct group_key at;
-    PyObject *key = py_key_of(first_sample(entry));
-    PyObject *taken = NULL;
-    if (key != NULL && py_key_read(&at, key)) {
-        taken = (PyObject *)take_entry(self, entry, at.hash, key);
-    }
-    Py_XDECREF(key);
-    return taken;
-}
-
 /* take(key) -> GroupEntry | None: remove the entry of the key, complete or not. */
 static PyObject *py_group_table_take(GroupTableObject *self, PyObject *key) {
     struct group_key at;
@@ -802,9 +732,10 @@ static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argumen
     return found;
 }
 
-/* samples() -> list: samples in cells, by the age of their entries. */
+/* samples() -> list: samples in cells, by the age of their entries, and then of ready groups, in
+ * order. */
 static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *Py_UNUSED(ignored)) {
-    PyObject *found = PyList_New((Py_ssize_t)self->cells);
+    PyObject *found = PyList_New((Py_ssize_t)(self->cells + self->lists.ready_samples));
     Py_ssize_t to = 0;
     uint64_t at = 0;
     struct group_entry *entry;
@@ -813,6 +744,15 @@ static PyObject *py_group_table_samples(GroupTableObject *self, PyObject *Py_UNU
             PyObject *sample = group_entry_cells(entry)[i];
             if (sample != NULL) {
                 PyList_SET_ITEM(found, to++, Py_NewRef(sample));
+            }
+        }
+    }
+    for (uint32_t split = 0; found != NULL && split < SHMBUS_MAX_SPLITS; split++) {
+        struct list_link *head = &self->lists.ready[split].entries;
+        for (struct list_link *l = head->next; l != head; l = l->next) {
+            PyObject *samples = entry_at(l)->samples;
+            for (Py_ssize_t i = 0; i < PyList_GET_SIZE(samples); i++) {
+                PyList_SET_ITEM(found, to++, Py_NewRef(PyList_GET_ITEM(samples, i)));
             }
         }
     }
@@ -893,16 +833,11 @@ static PyObject *py_group_table_oldest_born(GroupTableObject *self, void *Py_UNU
     return PyFloat_FromDouble(entry->born_s);
 }
 
-static PyObject *py_group_table_memory(GroupTableObject *self, void *Py_UNUSED(ignored)) {
-    return PyLong_FromSize_t(self->c.bytes);
-}
-
 static PyMethodDef group_table_methods[] = {
     METHOD("put", py_group_table_put, METH_VARARGS, NULL),
-    METHOD("take_oldest", py_group_table_take_oldest, METH_NOARGS, NULL),
     METHOD("take", py_group_table_take, METH_O, NULL),
     METHOD("gather", py_group_table_gather, METH_VARARGS, NULL),
-    METHOD("withdraw", py_group_lists_withdraw, METH_O, NULL),
+    METHOD("remove", py_group_lists_remove, METH_O, NULL),
     METHOD("find", py_group_table_find, METH_O, NULL),
     METHOD("counts", py_group_table_counts, METH_O, NULL),
     METHOD("full", py_group_lists_full, METH_O, NULL),
@@ -910,17 +845,13 @@ static PyMethodDef group_table_methods[] = {
     METHOD("samples", py_group_table_samples, METH_NOARGS, NULL),
     METHOD("push", py_group_lists_push, METH_O, NULL),
     METHOD("lease", py_group_lists_lease, METH_VARARGS, NULL),
-    METHOD("count_ready", py_group_lists_count_ready, METH_O, NULL),
-    METHOD("end_lease", py_group_lists_end_lease, METH_O, NULL),
     METHOD("give_back", py_group_lists_give_back, METH_O, NULL),
     METHOD("is_leased", py_group_lists_is_leased, METH_O, NULL),
-    METHOD("ready_samples", py_group_lists_ready_samples, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef group_table_getset[] = {
     {"oldest_born_s", (getter)py_group_table_oldest_born, NULL, NULL, NULL},
-    {"memory_bytes", (getter)py_group_table_memory, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -49,7 +49,7 @@ typedef struct {
 extern PyTypeObject PoolWriteType;
 
 /* Registered by module.c. */
-extern PyMethodDef py_pool_lease_functions[];
+PyObject *py_pool_lease(PyObject *module, PyObject *args);
 extern PyMethodDef py_pool_patch_functions[];
 extern PyMethodDef py_pool_rows_functions[];
 

@@ -16,7 +16,7 @@ bool py_pool_is_reader(PoolObject *self) {
 
 /* pool_lease(pool, after[, version]): a PoolLease of the newest version after the sequence `after`,
  * or of the named version; or a status. */
-static PyObject *py_pool_lease(PyObject *Py_UNUSED(module), PyObject *args) {
+PyObject *py_pool_lease(PyObject *Py_UNUSED(module), PyObject *args) {
     PoolObject *pool;
     unsigned long long after;
     long long version = 0;
@@ -142,9 +142,4 @@ PyTypeObject PoolLeaseType = {
     .tp_members = lease_members,
     .tp_getset = lease_getset,
     .tp_as_buffer = &lease_buffer,
-};
-
-PyMethodDef py_pool_lease_functions[] = {
-    {"pool_lease", py_pool_lease, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
 };

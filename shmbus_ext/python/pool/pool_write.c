@@ -146,11 +146,7 @@ static bool py_pool_write_is_open(const PoolWriteObject *self) {
     return true;
 }
 
-/* Count a writer in; a slot is kept while writers remain. */
-static void py_pool_write_enter(PoolWriteObject *self) {
-    self->buffers++;
-}
-
+/* Count a writer out; a slot is kept while writers remain. */
 static void py_pool_write_leave(PoolWriteObject *self) {
     self->buffers--;
     if (self->buffers == 0 && self->given_up && !self->ended) {
@@ -167,7 +163,7 @@ static int py_pool_write_buffer(PoolWriteObject *self, Py_buffer *view, int flag
                           (Py_ssize_t)self->bytes, 0, flags) < 0) {
         return -1;
     }
-    py_pool_write_enter(self);
+    self->buffers++;
     return 0;
 }
 
@@ -321,7 +317,7 @@ static PyObject *py_pool_patch_put(PyObject *Py_UNUSED(module), PyObject *args) 
     uint64_t changes;
     enum patch_put put;
     self->patch_in_use = true;
-    py_pool_write_enter(self);
+    self->buffers++;
     Py_BEGIN_ALLOW_THREADS
     put = patch_put(&self->patch, offset, &shape, source.buf, &changes);
     Py_END_ALLOW_THREADS
@@ -414,7 +410,7 @@ static PyObject *py_pool_patch_take(PyObject *Py_UNUSED(module), PyObject *args)
     struct patch_run run;
     bool good = true;
     self->patch_in_use = true;
-    py_pool_write_enter(self);
+    self->buffers++;
     Py_BEGIN_ALLOW_THREADS
     while (good && at != view.end) {
         good = next_run(&view, &at, self->bytes, &run, &stream) &&

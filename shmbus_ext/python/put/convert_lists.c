@@ -378,7 +378,7 @@ PyArrayObject *py_convert_array(PyObject *name, PyArrayObject *array, PyArray_De
 }
 
 /* convert_field(name, value, dtype) -> array: from a list, a tuple, a number or an array. */
-static PyObject *py_convert_field(PyObject *Py_UNUSED(module), PyObject *args) {
+PyObject *py_convert_field(PyObject *Py_UNUSED(module), PyObject *args) {
     PyObject *name, *value, *given;
     uint64_t sizes[SHMBUS_MAX_NDIM];
     if (!PyArg_ParseTuple(args, "UOO!", &name, &value, &PyArrayDescr_Type, &given)) {
@@ -392,8 +392,3 @@ static PyObject *py_convert_field(PyObject *Py_UNUSED(module), PyObject *args) {
     int ndim = py_is_list(value) ? py_list_sizes(name, value, sizes) : 0;
     return ndim < 0 ? NULL : (PyObject *)py_convert_list(name, value, dtype, kind, ndim, sizes);
 }
-
-PyMethodDef py_convert_functions[] = {
-    {"convert_field", py_convert_field, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};

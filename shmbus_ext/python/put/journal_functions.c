@@ -21,11 +21,17 @@ SEGMENT_FUNCTION(py_relay_begin, py_take_writable) {
     return PyLong_FromUnsignedLongLong(RELAXED(segment->c.relay->incarnation));
 }
 
+/* For O& of PyArg_ParseTuple: a usable Writer. */
+static int take_writer(PyObject *object, void *writer) {
+    NEVER(!PyObject_TypeCheck(object, &WriterType), 0);
+    *(WriterObject **)writer = (WriterObject *)object;
+    return py_writer_usable((WriterObject *)object);
+}
+
 /* relay_bind(writer): register the writer's lane as the sink's. */
 static PyObject *py_relay_bind(PyObject *Py_UNUSED(module), PyObject *object) {
-    NEVER(!PyObject_TypeCheck(object, &WriterType), NULL);
-    WriterObject *writer = (WriterObject *)object;
-    if (!py_writer_usable(writer)) {
+    WriterObject *writer;
+    if (!take_writer(object, &writer)) {
         return NULL;
     }
     relay_bind(&writer->segment->c, &writer->c);
@@ -63,18 +69,17 @@ static struct relay_origin *unpack_origins(const Py_buffer *packed) {
 /* relay_intend(writer, origins, entries) -> bytes | None: the entries' numbers; None without room
  * in the journal. Origins are packed (ring/segment.h). */
 static PyObject *py_relay_intend(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *object;
+    WriterObject *writer;
     Py_buffer origins, entries;
-    if (!PyArg_ParseTuple(args, "O!y*y*", &WriterType, &object, &origins, &entries)) {
+    if (!PyArg_ParseTuple(args, "O&y*y*", take_writer, &writer, &origins, &entries)) {
         return NULL;
     }
-    WriterObject *writer = (WriterObject *)object;
     PyObject *result = NULL;
     const Py_ssize_t n = entries.len / (Py_ssize_t)sizeof(uint32_t);
     struct relay_origin *each = NULL;
     if (origins.len != n * (Py_ssize_t)RELAY_ORIGIN_BYTES) {
         PyErr_SetString(PyExc_ValueError, "origins: expected 32 bytes for each entry");
-    } else if (py_writer_usable(writer) && entries_hold(writer->segment, &entries, true) &&
+    } else if (entries_hold(writer->segment, &entries, true) &&
                (each = unpack_origins(&origins)) != NULL) {
         result = PyBytes_FromStringAndSize(entries.buf, entries.len);
     }
@@ -119,13 +124,12 @@ static PyObject *py_relay_drop(PyObject *Py_UNUSED(module), PyObject *args) {
 
 /* relay_settle(writer, entries): settle the committed entries. */
 static PyObject *py_relay_settle(PyObject *Py_UNUSED(module), PyObject *args) {
-    PyObject *object;
+    WriterObject *writer;
     Py_buffer entries;
-    if (!PyArg_ParseTuple(args, "O!y*", &WriterType, &object, &entries)) {
+    if (!PyArg_ParseTuple(args, "O&y*", take_writer, &writer, &entries)) {
         return NULL;
     }
-    WriterObject *writer = (WriterObject *)object;
-    bool good = py_writer_usable(writer) && entries_hold(writer->segment, &entries, false);
+    bool good = entries_hold(writer->segment, &entries, false);
     if (good) {
         relay_settle(&writer->segment->c, &writer->c, entries.buf,
                      (uint32_t)((size_t)entries.len / sizeof(uint32_t)));

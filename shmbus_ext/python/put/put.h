@@ -268,8 +268,8 @@ extern PyTypeObject WriterType;
 /* STANDARD_DTYPES: the dtypes of fields that need no declaration, by name. */
 PyObject *py_standard_dtypes(void);
 /* Registered by module.c. */
-extern PyMethodDef py_waits_functions[];
-extern PyMethodDef py_convert_functions[];
+PyObject *py_note_waited(PyObject *module, PyObject *args);
+PyObject *py_convert_field(PyObject *module, PyObject *args);
 extern PyMethodDef py_import_functions[];
 extern PyMethodDef py_relay_functions[];
 

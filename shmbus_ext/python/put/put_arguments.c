@@ -633,10 +633,6 @@ static inline bool plan_array(struct put_arguments *self, uint32_t i, uint32_t w
     return true;
 }
 
-static bool is_one_number(PyObject *value) {
-    return PyLong_Check(value) || PyFloat_Check(value);
-}
-
 static inline bool plan_field(struct put_arguments *self, uint32_t i, uint32_t words,
                               const DeclaredSchemaObject *declared, uint8_t field) {
     PyObject *value = self->values[i];
@@ -645,7 +641,8 @@ static inline bool plan_field(struct put_arguments *self, uint32_t i, uint32_t w
         self->dtypes[i] = PyArray_DESCR(self->arrays[i]);
         return plan_array(self, i, words);
     }
-    if (py_is_list(value) || (declared != NULL && is_one_number(value))) {
+    const bool is_number = PyLong_Check(value) || PyFloat_Check(value);
+    if (py_is_list(value) || (declared != NULL && is_number)) {
         return plan_list(self, i, words, declared, field);
     }
     return take_array(self, i, declared, field) && plan_array(self, i, words);

@@ -488,10 +488,6 @@ static void py_reservation_dealloc(ReservationObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *py_reservation_get_ended(ReservationObject *self, void *Py_UNUSED(ignored)) {
-    return PyBool_FromLong(self->ended);
-}
-
 static PyMethodDef reservation_methods[] = {
     METHOD("resize", py_reservation_resize, METH_VARARGS, DOC_Reservation_resize),
     METHOD("commit", py_reservation_commit, METH_NOARGS, DOC_Reservation_commit),
@@ -507,12 +503,12 @@ static PyGetSetDef reservation_getset[] = {
     {"policy_version", (getter)py_reservation_get_policy_version,
      (setter)py_reservation_set_policy_version, DOC_Reservation_policy_version, NULL},
     {"meta", NULL, (setter)py_reservation_set_meta, DOC_Reservation_meta, NULL},
-    {"ended", (getter)py_reservation_get_ended, NULL, DOC_Reservation_ended, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef reservation_members[] = {
     {"fields", T_OBJECT_EX, offsetof(ReservationObject, names), READONLY, DOC_Reservation_fields},
+    {"ended", T_BOOL, offsetof(ReservationObject, ended), READONLY, DOC_Reservation_ended},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -8,7 +8,7 @@
 
 /* note_waited(segment, seconds): add to the trainers' waiting time for groups; for the
  * collector. */
-static PyObject *py_note_waited(PyObject *Py_UNUSED(module), PyObject *args) {
+PyObject *py_note_waited(PyObject *Py_UNUSED(module), PyObject *args) {
     double seconds;
     SegmentObject *segment;
     if (!PyArg_ParseTuple(args, "O&d", py_take_segment, &segment, &seconds)) {
@@ -41,8 +41,3 @@ PyObject *py_writer_note_unmade(WriterObject *self, PyObject *args) {
     unmade_note(&self->segment->c, self->c.slot_index, released, &note);
     Py_RETURN_NONE;
 }
-
-PyMethodDef py_waits_functions[] = {
-    {"note_waited", py_note_waited, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};

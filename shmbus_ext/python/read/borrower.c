@@ -35,14 +35,6 @@ typedef struct {
     struct record_copy copy;
 } BorrowerObject;
 
-/* Refuse a closed or inherited borrower; false with an exception. */
-static bool py_borrower_usable(BorrowerObject *self) {
-    if (!self->attached) {
-        return py_refuse(hooks.closed_error, "this Consumer is closed; make a new one");
-    }
-    return py_segment_usable(self->segment, "Consumer");
-}
-
 static int64_t lease_bytes(uint32_t client) {
     return SHMBUS_LOCK_LEASE + (int64_t)client * SHMBUS_MAX_EXTENTS;
 }
@@ -253,7 +245,7 @@ static int py_borrower_init(BorrowerObject *self, PyObject *args, PyObject *kwar
 /* set_client(number): keep the leases' locks under this number from now on. */
 static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument) {
     unsigned long client = PyLong_AsUnsignedLong(argument);
-    if (PyErr_Occurred() || !py_borrower_usable(self)) {
+    if (PyErr_Occurred() || !py_holder_usable((HolderObject *)self)) {
         return NULL;
     }
     NEVER(client >= SHMBUS_MAX_CLIENTS, NULL);
@@ -391,7 +383,7 @@ static PyObject *py_borrower_receive(BorrowerObject *self, PyObject *args) {
     int fd;
     if (!PyArg_ParseTuple(args, "O!LO!i", &PyList_Type, &granted, &step, &PyDict_Type, &all,
                           &fd) ||
-        !py_borrower_usable(self)) {
+        !py_holder_usable((HolderObject *)self)) {
         return NULL;
     }
     PyObject *refused = PyList_New(0);
@@ -429,7 +421,7 @@ static PyObject *py_borrower_hand_out(BorrowerObject *self, PyObject *args) {
     PyObject *kind, *consumer;
     Py_ssize_t limit;
     if (!PyArg_ParseTuple(args, "O!On", &PyType_Type, &kind, &consumer, &limit) ||
-        !py_borrower_usable(self)) {
+        !py_holder_usable((HolderObject *)self)) {
         return NULL;
     }
     NEVER(!PyType_IsSubtype((PyTypeObject *)kind, &GroupBaseType), NULL);
@@ -464,9 +456,15 @@ static bool own_lease(const BorrowerObject *self, PyObject *item) {
            ((ClientLeaseObject *)item)->borrower == (const HolderObject *)self;
 }
 
-static bool require_lease(const BorrowerObject *self, PyObject *item) {
-    NEVER(!own_lease(self, item), false);
-    return true;
+/* The held lease of a consumer's group, borrowed; otherwise NULL without an exception. */
+static ClientLeaseObject *held_lease(const BorrowerObject *self, PyObject *group,
+                                     PyObject *consumer) {
+    PyObject *held = py_group_lease(group, consumer);
+    ClientLeaseObject *lease = (ClientLeaseObject *)held;
+    return held != NULL && own_lease(self, held) && lease->reason == LEASE_HELD && !lease->lost &&
+                   lease->locked
+               ? lease
+               : NULL;
 }
 
 /* Close the lease's trajectories for reading; arrays made before stay valid. */
@@ -487,9 +485,10 @@ static void close_lease(ClientLeaseObject *lease, int reason) {
 static PyObject *py_borrower_end(BorrowerObject *self, PyObject *args) {
     PyObject *lease;
     int reason;
-    if (!PyArg_ParseTuple(args, "Oi", &lease, &reason) || !require_lease(self, lease)) {
+    if (!PyArg_ParseTuple(args, "Oi", &lease, &reason)) {
         return NULL;
     }
+    NEVER(!own_lease(self, lease), NULL);
     close_lease((ClientLeaseObject *)lease, reason);
     Py_RETURN_NONE;
 }
@@ -506,12 +505,8 @@ static PyObject *py_borrower_end_groups(BorrowerObject *self, PyObject *args) {
     Py_ssize_t done = 0;
     while (done < PyList_GET_SIZE(groups)) {
         PyObject *group = PyList_GET_ITEM(groups, done);
-        PyObject *held = py_group_lease(group, consumer);
-        if (held == NULL || !own_lease(self, held)) {
-            break;
-        }
-        ClientLeaseObject *lease = (ClientLeaseObject *)held;
-        if (lease->reason != LEASE_HELD || lease->lost || !lease->locked) {
+        ClientLeaseObject *lease = held_lease(self, group, consumer);
+        if (lease == NULL) {
             break;
         }
         PyObject *number = PyLong_FromLongLong(lease->number);
@@ -549,15 +544,11 @@ static PyObject *give_back(BorrowerObject *self, ClientLeaseObject *lease, PyObj
 static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *args) {
     PyObject *consumer, *group, *state, *all;
     if (!PyArg_ParseTuple(args, "OOUO!", &consumer, &group, &state, &PyDict_Type, &all) ||
-        !py_borrower_usable(self)) {
+        !py_holder_usable((HolderObject *)self)) {
         return NULL;
     }
-    PyObject *held = py_group_lease(group, consumer);
-    if (held == NULL || !own_lease(self, held)) {
-        Py_RETURN_NONE;
-    }
-    ClientLeaseObject *lease = (ClientLeaseObject *)held;
-    if (lease->reason != LEASE_HELD || lease->lost || !lease->locked) {
+    ClientLeaseObject *lease = held_lease(self, group, consumer);
+    if (lease == NULL) {
         Py_RETURN_NONE;
     }
     PyObject *number = give_back(self, lease, all);
@@ -570,7 +561,7 @@ static PyObject *py_borrower_give_back_group(BorrowerObject *self, PyObject *arg
 /* give_back_ready(all) -> list of int: likewise for every ready lease. */
 static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *all) {
     NEVER(!PyDict_Check(all), NULL);
-    PyObject *numbers = py_borrower_usable(self) ? PyList_New(0) : NULL;
+    PyObject *numbers = py_holder_usable((HolderObject *)self) ? PyList_New(0) : NULL;
     ClientLeaseObject *lease;
     while (numbers != NULL && (lease = py_borrower_pop_ready(self)) != NULL) {
         py_list_add(&numbers, give_back(self, lease, all));
@@ -587,7 +578,7 @@ static PyObject *py_borrower_give_back_ready(BorrowerObject *self, PyObject *all
 static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
     PyObject *all, *numbers;
     if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &all, &PyList_Type, &numbers) ||
-        !py_borrower_usable(self)) {
+        !py_holder_usable((HolderObject *)self)) {
         return NULL;
     }
     PyObject *over = PyList_New(0);
@@ -616,24 +607,12 @@ static PyObject *py_borrower_confirm(BorrowerObject *self, PyObject *args) {
 static PyObject *py_borrower_forget(BorrowerObject *self, PyObject *leases) {
     NEVER(!PyList_Check(leases), NULL);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
-        if (!require_lease(self, PyList_GET_ITEM(leases, i))) {
-            return NULL;
-        }
+        NEVER(!own_lease(self, PyList_GET_ITEM(leases, i)), NULL);
     }
     if (self->attached && self->segment->generation == fork_generation) {
         py_borrower_unlock(self, leases);
     }
     Py_RETURN_NONE;
-}
-
-/* locks() -> (extents under a lease lock, extents under a view lock), for tests and messages. */
-static PyObject *py_borrower_locks(BorrowerObject *self, PyObject *Py_UNUSED(ignored)) {
-    unsigned int leases = 0, views = 0;
-    for (uint32_t i = 0; self->attached && i < self->segment->c.extent_count; i++) {
-        leases += self->lease_counts[i] > 0;
-        views += self->view_counts[i] > 0;
-    }
-    return Py_BuildValue("(II)", leases, views);
 }
 
 static void py_borrower_detach(BorrowerObject *self) {
@@ -673,7 +652,6 @@ static PyMethodDef borrower_methods[] = {
     METHOD("end", py_borrower_end, METH_VARARGS, NULL),
     METHOD("end_groups", py_borrower_end_groups, METH_VARARGS, NULL),
     METHOD("forget", py_borrower_forget, METH_O, NULL),
-    METHOD("locks", py_borrower_locks, METH_NOARGS, NULL),
     METHOD("close", py_borrower_close, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };

@@ -41,10 +41,7 @@ bool py_reader_is_open(const ReaderObject *self) {
 }
 
 bool py_reader_usable(ReaderObject *self) {
-    if (!self->attached) {
-        return py_refuse(hooks.closed_error, "this Consumer is closed; make a new one");
-    }
-    return py_segment_usable(self->segment, "Consumer");
+    return py_holder_usable((HolderObject *)self);
 }
 
 void py_reader_note_failure(ReaderObject *self) {
@@ -284,11 +281,6 @@ static TrajectoryObject *own_trajectory(ReaderObject *self, PyObject *item) {
     return (TrajectoryObject *)item;
 }
 
-static bool is_reason(int reason) {
-    NEVER(reason < 0 || reason >= SHMBUS_REASONS, false);
-    return true;
-}
-
 /* True for unreleased trajectories of this reader; false with an exception. */
 static bool can_release(ReaderObject *self, PyObject *items) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items); i++) {
@@ -304,7 +296,8 @@ static bool can_release(ReaderObject *self, PyObject *items) {
 /* Release trajectories of this reader in the ring, all or, with an exception, nothing. */
 static bool py_reader_release_all(ReaderObject *self, PyObject *items, int reason) {
     Py_ssize_t count = PyList_GET_SIZE(items);
-    if (!is_reason(reason) || !can_release(self, items)) {
+    NEVER(reason < 0 || reason >= SHMBUS_REASONS, false);
+    if (!can_release(self, items)) {
         return false;
     }
     const struct record_ref *few[64];

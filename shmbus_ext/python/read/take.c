@@ -243,13 +243,6 @@ static enum wait_end wait_for_more(IntakeObject *self, const struct take_request
     return result == WAIT_FAILED ? ENDED_FAILED : result == WAIT_WOKEN ? ENDED_WOKEN : ENDED_DUE;
 }
 
-/* Let other threads and signals run during a flood of incomplete groups. */
-static bool let_others_run(void) {
-    Py_BEGIN_ALLOW_THREADS
-    Py_END_ALLOW_THREADS
-    return PyErr_CheckSignals() == 0;
-}
-
 /* Return a list of groups, empty after the timeout; NULL with an exception. */
 static PyObject *py_intake_take(PyObject *intake, const struct take_request *request) {
     IntakeObject *self = (IntakeObject *)intake;
@@ -268,7 +261,10 @@ static PyObject *py_intake_take(PyObject *intake, const struct take_request *req
         Py_DECREF(groups);
         enum wait_end end = ENDED_DUE;
         if (state == TAKE_MORE) {
-            end = let_others_run() ? ENDED_DUE : ENDED_FAILED;
+            /* Let other threads and signals run during a flood of incomplete groups. */
+            Py_BEGIN_ALLOW_THREADS
+            Py_END_ALLOW_THREADS
+            end = PyErr_CheckSignals() == 0 ? ENDED_DUE : ENDED_FAILED;
         } else if (!just_woken) {
             end = wait_for_more(self, request, began_s, &next_watch_s);
         }
@@ -441,7 +437,7 @@ static PyObject *py_consumer_take(ConsumerObject *self, PyObject *const *args, P
         Py_DECREF(intake);
         return groups;
     }
-    PyObject *method = PyObject_GetAttr((PyObject *)self, py_word.take);
+    PyObject *method = PyObject_GetAttr((PyObject *)self, py_word._take);
     PyObject *groups =
         method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)count, kwnames);
     Py_XDECREF(method);

@@ -209,7 +209,7 @@ PyTypeObject DeclaredSchemaType = {
 
 /* declared_bytes(part) -> bytes or None, from a Segment or from the bytes of the part read from its
  * file; ValueError for a damaged part. */
-static PyObject *py_declared_bytes(PyObject *Py_UNUSED(module), PyObject *source) {
+PyObject *py_declared_bytes(PyObject *Py_UNUSED(module), PyObject *source) {
     struct declared_part *part = NULL, *copy = NULL;
     if (PyObject_TypeCheck(source, &SegmentType)) {
         if (!py_segment_usable((SegmentObject *)source, "handle")) {
@@ -243,8 +243,3 @@ static PyObject *py_declared_bytes(PyObject *Py_UNUSED(module), PyObject *source
     PyMem_Free(copy);
     return found;
 }
-
-PyMethodDef py_declared_functions[] = {
-    METHOD("declared_bytes", py_declared_bytes, METH_O, NULL),
-    {NULL, NULL, 0, NULL},
-};

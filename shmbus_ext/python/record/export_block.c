@@ -103,12 +103,8 @@ static PyObject *lasting_of(const TrajectoryObject *t) {
         !relay_origin_of(segment, &head, &from)) {
         return Py_BuildValue("(N)", own);
     }
-    PyObject *source = pack_origin(from.identity, from.producer_id, from.sequence);
-    if (source == NULL) {
-        Py_DECREF(own);
-        return NULL;
-    }
-    return Py_BuildValue("(NN)", own, source);
+    return Py_BuildValue("(NN)", own,
+                         pack_origin(from.identity, from.producer_id, from.sequence));
 }
 
 static PyObject *py_lasting_origins(PyObject *Py_UNUSED(module), PyObject *items) {

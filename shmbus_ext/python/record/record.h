@@ -91,6 +91,8 @@ struct holder_kind {
 };
 bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct holder_kind *kind);
 void py_holder_clear(HolderObject *self);
+/* False with BusClosedError for a closed or inherited holder. */
+bool py_holder_usable(HolderObject *self);
 /* Announce packing in the segment, if writable. */
 void py_holder_note_packing(HolderObject *self);
 
@@ -291,7 +293,7 @@ extern PyTypeObject OriginHeadType;
 bool py_trajectory_require_score(const TrajectoryObject *self);
 
 /* Registered by module.c. */
-extern PyMethodDef py_declared_functions[];
+PyObject *py_declared_bytes(PyObject *module, PyObject *source);
 extern PyMethodDef py_export_functions[];
 extern PyMethodDef py_origin_head_functions[];
 

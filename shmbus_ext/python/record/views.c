@@ -3,6 +3,7 @@
  * Invariants: a record's space is kept while a view of the record is out. At the close of the
  * segment's handle every view gets a private copy, and afterwards no view calls its holder or lane.
  * A read-only view lies in the segment's mapping for views. */
+#include "python/hooks.h"
 #include "python/record/record.h"
 
 
@@ -95,6 +96,13 @@ bool py_holder_init(HolderObject *self, SegmentObject *segment, const struct hol
         return false;
     }
     return true;
+}
+
+bool py_holder_usable(HolderObject *self) {
+    if (!self->attached) {
+        return py_refuse(hooks.closed_error, "this Consumer is closed; make a new one");
+    }
+    return py_segment_usable(self->segment, "Consumer");
 }
 
 void py_holder_note_packing(HolderObject *self) {

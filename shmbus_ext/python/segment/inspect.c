@@ -179,8 +179,7 @@ static PyObject *record_row(const struct run_at *run, struct record_copy *copy, 
         return NULL;
     }
     bool readable = verdict != RECORD_BAD_HEADER;
-    PyObject *round = h->round == SHMBUS_NO_ROUND || !readable ? Py_NewRef(Py_None)
-                                                        : PyLong_FromLongLong(h->round);
+    PyObject *round = py_round(readable ? h->round : SHMBUS_NO_ROUND);
     PyObject *id = PyUnicode_DecodeUTF8(readable ? copy->id : "", readable ? h->id_bytes : 0,
                                         "backslashreplace");
     PyObject *row = Py_BuildValue(
@@ -253,187 +252,171 @@ struct field_note {
 #define TEXT(field) NAMED(#field, field, 'S')
 #define BYTES(field) NAMED(#field, field, 'V')
 
+static const struct {
+    const char *name;
+    size_t bytes;
+    const struct field_note *fields;
+} structs[] = {
 #define OF bus_header
-static const struct field_note header_fields[] = {
-    UINT(magic),
-    UINT(layout_version),
-    UINT(layout_hash),
-    UINT(segment_bytes),
-    UINT(data_offset),
-    UINT(extent_bytes),
-    UINT(extent_count),
-    UINT(max_producers),
-    UINT(created_unix_ns),
-    UINT(geometry_crc),
-    UINT(bell),
-    NAMED("space_bell", space_bell.count, 'u'),
-    NAMED("space_wanted", space_bell.wanted, 'u'),
-    UINT(next_producer_id),
-    UINT(attach_epoch),
-    UINT(look_slot),
-    UINT(next_look_ns),
-    BYTES(stall_told_ns),
-    INT(policy_version),
-    UINT(consumer_packs),
-    UINT(collector_pid),
-    UINT(collector_leased_groups),
-    UINT(collector_leased_records),
-    UINT(collector_stashed_groups),
-    UINT(collector_stashed_records),
-    UINT(collector_seen_ns),
-    UINT(collector_lease_ns),
-    TEXT(collector_label),
-    UINT(intent_count),
-    UINT(intent_reason),
-    UINT(intent_base),
-    UINT(intent_crc),
-    UINT(intent_split),
-    UINT(intent_split_base),
-    UINT(free_span),
-    UINT(free_first),
-    UINT(paused),
-    INT(pause_policy_version),
-    UINT(pause_unix_ns),
-    TEXT(pause_reason),
-    UINT(retries_open),
-    UINT(groups_failed),
-    UINT(next_round),
-    UINT(cancelled_count),
-    UINT(leased_in_part),
-    BYTES(identity),
-    BYTES(ancestors),
-    {NULL, 0, 0, 0},
-};
+    {"bus_header", sizeof(struct OF), (const struct field_note[]){
+        UINT(magic),
+        UINT(layout_version),
+        UINT(layout_hash),
+        UINT(segment_bytes),
+        UINT(data_offset),
+        UINT(extent_bytes),
+        UINT(extent_count),
+        UINT(max_producers),
+        UINT(created_unix_ns),
+        UINT(geometry_crc),
+        UINT(bell),
+        NAMED("space_bell", space_bell.count, 'u'),
+        NAMED("space_wanted", space_bell.wanted, 'u'),
+        UINT(next_producer_id),
+        UINT(attach_epoch),
+        UINT(look_slot),
+        UINT(next_look_ns),
+        BYTES(stall_told_ns),
+        INT(policy_version),
+        UINT(consumer_packs),
+        UINT(collector_pid),
+        UINT(collector_leased_groups),
+        UINT(collector_leased_records),
+        UINT(collector_stashed_groups),
+        UINT(collector_stashed_records),
+        UINT(collector_seen_ns),
+        UINT(collector_lease_ns),
+        TEXT(collector_label),
+        UINT(intent_count),
+        UINT(intent_reason),
+        UINT(intent_base),
+        UINT(intent_crc),
+        UINT(intent_split),
+        UINT(intent_split_base),
+        UINT(free_span),
+        UINT(free_first),
+        UINT(paused),
+        INT(pause_policy_version),
+        UINT(pause_unix_ns),
+        TEXT(pause_reason),
+        UINT(retries_open),
+        UINT(groups_failed),
+        UINT(next_round),
+        UINT(cancelled_count),
+        UINT(leased_in_part),
+        BYTES(identity),
+        BYTES(ancestors),
+        {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF producer_slot
-static const struct field_note slot_fields[] = {
-    UINT(committed),  UINT(aborted),     UINT(first),      UINT(current),
-    UINT(next_order), UINT(producer_id), UINT(state),      UINT(pid),
-    TEXT(label),      UINT(committing),  UINT(commit_ref), UINT(commit_generation),
-    {NULL, 0, 0, 0},
-};
+    {"producer_slot", sizeof(struct OF), (const struct field_note[]){
+        UINT(committed),  UINT(aborted),     UINT(first),      UINT(current),
+        UINT(next_order), UINT(producer_id), UINT(state),      UINT(pid),
+        TEXT(label),      UINT(committing),  UINT(commit_ref), UINT(commit_generation),
+        {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF extent_desc
-static const struct field_note extent_fields[] = {
-    UINT(word),   UINT(order),       UINT(used),        UINT(next),      UINT(span),
-    UINT(sealed), UINT(writer_pins), UINT(producer_id), {NULL, 0, 0, 0},
-};
+    {"extent_desc", sizeof(struct OF), (const struct field_note[]){
+        UINT(word),   UINT(order),       UINT(used),        UINT(next),      UINT(span),
+        UINT(sealed), UINT(writer_pins), UINT(producer_id), {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF retry_entry
-static const struct field_note retry_fields[] = {
-    UINT(claim), UINT(number),  INT(round),     UINT(asked_ns),     UINT(group_size),
-    UINT(index), UINT(attempt), UINT(id_bytes), UINT(reason_bytes), UINT(need),
-    UINT(split), UINT(late),    UINT(crc),      TEXT(id),           TEXT(reason),
-    {NULL, 0, 0, 0},
-};
+    {"retry_entry", sizeof(struct OF), (const struct field_note[]){
+        UINT(claim), UINT(number),  INT(round),     UINT(asked_ns),     UINT(group_size),
+        UINT(index), UINT(attempt), UINT(id_bytes), UINT(reason_bytes), UINT(need),
+        UINT(split), UINT(late),    UINT(crc),      TEXT(id),           TEXT(reason),
+        {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF split_entry
-static const struct field_note split_fields[] = {
-    TEXT(label),        UINT(acked),       UINT(dropped),   UINT(stashed),
-    UINT(ready_groups), UINT(open_groups), {NULL, 0, 0, 0},
-};
+    {"split_entry", sizeof(struct OF), (const struct field_note[]){
+        TEXT(label),        UINT(acked),       UINT(dropped),   UINT(stashed),
+        UINT(ready_groups), UINT(open_groups), {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF schema_entry
-static const struct field_note schema_fields[] = {
-    UINT(name_bytes), UINT(dtype_bytes), UINT(itemsize), UINT(ndim), {NULL, 0, 0, 0},
-};
+    {"schema_entry", sizeof(struct OF), (const struct field_note[]){
+        UINT(name_bytes), UINT(dtype_bytes), UINT(itemsize), UINT(ndim), {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF declared_part
-static const struct field_note declared_fields[] = {
-    UINT(bytes),
-    UINT(crc),
-    TEXT(text),
-    {NULL, 0, 0, 0},
-};
+    {"declared_part", sizeof(struct OF), (const struct field_note[]){
+        UINT(bytes),
+        UINT(crc),
+        TEXT(text),
+        {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF declared_entry
-static const struct field_note declared_entry_fields[] = {
-    UINT(name_bytes), UINT(dtype_bytes), UINT(itemsize), UINT(ndim), UINT(flags), {NULL, 0, 0, 0},
-};
+    {"declared_entry", sizeof(struct OF), (const struct field_note[]){
+        UINT(name_bytes), UINT(dtype_bytes), UINT(itemsize), UINT(ndim), UINT(flags), {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF wait_row
-static const struct field_note wait_fields[] = {
-    BYTES(ns),     UINT(released), UINT(given_back), UINT(failed), UINT(rests_until_ns),
-    TEXT(reason),  {NULL, 0, 0, 0},
-};
+    {"wait_row", sizeof(struct OF), (const struct field_note[]){
+        BYTES(ns),     UINT(released), UINT(given_back), UINT(failed), UINT(rests_until_ns),
+        TEXT(reason),  {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF lead_table
-static const struct field_note lead_fields[] = {
-    UINT(limit), UINT(max_groups),   UINT(max_versions), INT(version),
-    UINT(ended), UINT(ended_before), UINT(a_version),    {NULL, 0, 0, 0},
-};
+    {"lead_table", sizeof(struct OF), (const struct field_note[]){
+        UINT(limit), UINT(max_groups),   UINT(max_versions), INT(version),
+        UINT(ended), UINT(ended_before), UINT(a_version),    {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF request_lane
-static const struct field_note lane_fields[] = {
-    UINT(taken_ns),  UINT(feeding), UINT(number),       UINT(offered),          UINT(done),
-    UINT(given_up),  UINT(freeing), UINT(freeing_done), UINT(freeing_given_up), UINT(returned),
-    {NULL, 0, 0, 0},
-};
+    {"request_lane", sizeof(struct OF), (const struct field_note[]){
+        UINT(taken_ns),  UINT(feeding), UINT(number),       UINT(offered),          UINT(done),
+        UINT(given_up),  UINT(freeing), UINT(freeing_done), UINT(freeing_given_up), UINT(returned),
+        {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF request_row
-static const struct field_note row_fields[] = {
-    UINT(word),       UINT(place),      INT(round),       UINT(offered_ns), UINT(offered),
-    UINT(first_cell), UINT(first_unit), UINT(data_bytes), UINT(data_crc),   UINT(group_size),
-    UINT(need),       UINT(id_bytes),   UINT(split),      UINT(level),      UINT(crc),
-    UINT(next),       UINT(returned),   UINT(admitted),   UINT(ended_done), UINT(ended_given_up),
-    {NULL, 0, 0, 0},
-};
+    {"request_row", sizeof(struct OF), (const struct field_note[]){
+        UINT(word),       UINT(place),      INT(round),       UINT(offered_ns), UINT(offered),
+        UINT(first_cell), UINT(first_unit), UINT(data_bytes), UINT(data_crc),   UINT(group_size),
+        UINT(need),       UINT(id_bytes),   UINT(split),      UINT(level),      UINT(crc),
+        UINT(next),       UINT(returned),   UINT(admitted),   UINT(ended_done), UINT(ended_given_up),
+        {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF request_cell
-static const struct field_note cell_fields[] = {
-    UINT(claim),
-    UINT(commit),
-    {NULL, 0, 0, 0},
-};
+    {"request_cell", sizeof(struct OF), (const struct field_note[]){
+        UINT(claim),
+        UINT(commit),
+        {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF relay_journal
-static const struct field_note journal_fields[] = {
-    UINT(writer),    UINT(slot),  UINT(batch),   UINT(incarnation), UINT(source_incarnation),
-    INT(term),       UINT(ended), UINT(seen_ns), BYTES(figures),
-    {NULL, 0, 0, 0},
-};
+    {"relay_journal", sizeof(struct OF), (const struct field_note[]){
+        UINT(writer),    UINT(slot),  UINT(batch),   UINT(incarnation), UINT(source_incarnation),
+        INT(term),       UINT(ended), UINT(seen_ns), BYTES(figures),
+        {NULL, 0, 0, 0}
+    }},
 #undef OF
 
 #define OF relay_entry
-static const struct field_note entry_fields[] = {
-    UINT(word),   UINT(producer_id), UINT(sequence),  UINT(writer),
-    UINT(commit), UINT(ended),       BYTES(identity), {NULL, 0, 0, 0},
-};
+    {"relay_entry", sizeof(struct OF), (const struct field_note[]){
+        UINT(word),   UINT(producer_id), UINT(sequence),  UINT(writer),
+        UINT(commit), UINT(ended),       BYTES(identity), {NULL, 0, 0, 0}
+    }},
 #undef OF
-
-static const struct {
-    const char *name;
-    const struct field_note *fields;
-    size_t bytes;
-} structs[] = {
-    {"bus_header", header_fields, sizeof(struct bus_header)},
-    {"producer_slot", slot_fields, sizeof(struct producer_slot)},
-    {"extent_desc", extent_fields, sizeof(struct extent_desc)},
-    {"retry_entry", retry_fields, sizeof(struct retry_entry)},
-    {"split_entry", split_fields, sizeof(struct split_entry)},
-    {"schema_entry", schema_fields, sizeof(struct schema_entry)},
-    {"declared_part", declared_fields, sizeof(struct declared_part)},
-    {"declared_entry", declared_entry_fields, sizeof(struct declared_entry)},
-    {"wait_row", wait_fields, sizeof(struct wait_row)},
-    {"lead_table", lead_fields, sizeof(struct lead_table)},
-    {"request_lane", lane_fields, sizeof(struct request_lane)},
-    {"request_row", row_fields, sizeof(struct request_row)},
-    {"request_cell", cell_fields, sizeof(struct request_cell)},
-    {"relay_journal", journal_fields, sizeof(struct relay_journal)},
-    {"relay_entry", entry_fields, sizeof(struct relay_entry)},
 };
 
 static bool add_field(PyObject *names, PyObject *formats, PyObject *offsets,

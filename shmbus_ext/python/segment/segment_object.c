@@ -288,28 +288,13 @@ static PyObject *py_segment_close(SegmentObject *self, PyObject *Py_UNUSED(ignor
     Py_RETURN_NONE;
 }
 
-/* {slot: number of extents held}; the collector's slot is max_producers. */
+/* [slot of the holder]: by extent; -1 for a free extent, max_producers for the collector. */
 static PyObject *py_segment_holders(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
-    PyObject *result = PyDict_New();
-    uint32_t *counts = PyMem_Calloc((size_t)self->c.max_producers + 1, sizeof *counts);
-    if (result == NULL || counts == NULL) {
-        PyMem_Free(counts);
-        Py_XDECREF(result);
-        return PyErr_NoMemory();
+    PyObject *result = PyList_New(self->c.extent_count);
+    for (uint32_t i = 0; i < self->c.extent_count && result != NULL; i++) {
+        long slot = (long)link_low(RELAXED(self->c.extents[i].word)) - 1;
+        py_list_set(&result, i, PyLong_FromLong(slot));
     }
-    for (uint32_t i = 0; i < self->c.extent_count; i++) {
-        uint32_t low = link_low(RELAXED(self->c.extents[i].word));
-        if (low >= 1 && low <= self->c.max_producers + 1) {
-            counts[low - 1]++;
-        }
-    }
-    for (uint32_t i = 0; i <= self->c.max_producers && result != NULL; i++) {
-        if (counts[i] == 0) {
-            continue;
-        }
-        py_dict_put(&result, PyLong_FromUnsignedLong(i), PyLong_FromUnsignedLong(counts[i]));
-    }
-    PyMem_Free(counts);
     return result;
 }
 
@@ -331,20 +316,6 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(i
                                   U64(atomic_load_explicit(&slot->aborted, memory_order_acquire))));
     }
     return result;
-}
-
-/* tally() -> (attached, committed, aborted): current producers, and the sums over the slots'
- * counters. */
-static PyObject *py_segment_tally(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
-    uint32_t attached = 0;
-    uint64_t committed = 0, aborted = 0;
-    for (uint32_t i = 0; i < self->c.max_producers; i++) {
-        const struct producer_slot *slot = &self->c.slots[i];
-        attached += RELAXED(slot->state) == SHMBUS_SLOT_ACTIVE;
-        committed += RELAXED(slot->committed);
-        aborted += RELAXED(slot->aborted);
-    }
-    return Py_BuildValue("(IKK)", attached, U64(committed), U64(aborted));
 }
 
 /* tells_stall(trainer, period_s) -> bool: True if this process must report a stall, on behalf of
@@ -563,7 +534,6 @@ static PyMethodDef segment_methods[] = {
     METHOD("close", py_segment_close, METH_NOARGS, NULL),
     METHOD("holders", py_segment_holders, METH_NOARGS, NULL),
     METHOD("producers", py_segment_producers, METH_NOARGS, NULL),
-    METHOD("tally", py_segment_tally, METH_NOARGS, NULL),
     METHOD("tells_stall", py_segment_tells_stall, METH_VARARGS, NULL),
     METHOD("has_collector", py_segment_has_collector, METH_NOARGS, NULL),
     METHOD("collector", py_segment_collector, METH_NOARGS, NULL),

@@ -141,9 +141,8 @@ static PyObject *split_row(SegmentObject *segment, uint32_t number) {
 }
 
 /* splits(segment) -> [(number, label, acked, dropped, stashed, ready_groups, open_groups)] */
-static PyObject *py_splits(PyObject *Py_UNUSED(module), PyObject *object) {
-    SegmentObject *segment;
-    PyObject *found = py_take_segment(object, &segment) ? PyList_New(0) : NULL;
+SEGMENT_FUNCTION(py_splits, py_take_segment) {
+    PyObject *found = PyList_New(0);
     for (uint32_t number = 0; found != NULL && number < SHMBUS_MAX_SPLITS; number++) {
         char text[SHMBUS_SPLIT_LABEL_BYTES + 1];
         if (split_label(&segment->c, number, text) == 0) {
