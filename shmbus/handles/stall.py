@@ -60,7 +60,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._period_s = limits.STALL_REPORT_S if timeout_s is None else timeout_s
         self.slice_s: float | None = None if on_stall is None else self._period_s / _CHECKS
-        self._seen: tuple[object, ...] = ()
+        self._seen: tuple[int, ...] = ()
         self._since_s = 0.0  # start of unchanged counters under a wait
         self._fired_s = 0.0
         self._checked_s = 0.0
@@ -107,8 +107,7 @@ class Watch:
         if not restarts and now - self._checked_s < slice_s:
             return
         self._checked_s = now
-        moved = [row[5:] for row in segment.producers() if any(row[5:])]
-        seen = (moved, segment.released())
+        seen = (*segment.tally()[1:], *segment.released())
         if restarts or seen != self._seen:
             self._seen = seen
             self._since_s = self._fired_s = now

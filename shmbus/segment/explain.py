@@ -83,11 +83,6 @@ def _lead_error(segment: _core.Segment, waited_s: float) -> errors.BusFullError:
     )
 
 
-def count_attached(segment: _core.Segment) -> int:
-    """Count the producers attached now."""
-    return sum(state == _core.SLOT_ACTIVE for _, state, *_ in segment.producers())
-
-
 def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.BusFullError:
     """Name the processes that hold the space a record lacked; size 0 for the lead."""
     extent = segment.extent_bytes
@@ -149,7 +144,7 @@ def full_error(segment: _core.Segment, size: int, waited_s: float) -> errors.Bus
 def requests_text(segment: _core.Segment) -> str:
     """Describe the request lane's contents and its workers."""
     _, open_, claimed, _, _, groups, taken_ns, free, room = _core.request_totals(segment)
-    workers = count_attached(segment)
+    workers, _, _ = segment.tally()
     if taken_ns:
         ago_s = (time.monotonic_ns() - taken_ns) / 1e9
         served = f"a worker took the last sample {show_duration(max(0.0, ago_s))} ago"
@@ -208,7 +203,7 @@ def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
             f"{head}a bus has one reader: close that one first, use another bus, or serve this one "
             f"to many: end that one and start `shmbus serve {segment.name}`"
         )
-    alive = count_attached(segment)
+    alive, _, _ = segment.tally()
     return errors.BusBusyError(
         f"bus {segment.name!r}: all {segment.max_producers} producer slots are taken ({alive} "
         f"active); close producers, or create the bus with max_producers above "

@@ -33,7 +33,6 @@ from shmbus.base.ledger import (
 from shmbus.data.keys import make_key, split_of
 from shmbus.handles.stall import Watch
 from shmbus.segment import lifecycle
-from shmbus.segment.explain import count_attached
 from shmbus.stash.drops import DropLog, duplicate_error
 from shmbus.stash.retries import Retries
 from shmbus.stash.stash import Stash, StashPolicy
@@ -526,7 +525,7 @@ class Collector:
             stash_overflows=stash.overflows,
             moved=self.reader.moves,
             policy_version=segment.policy_version,
-            producers=count_attached(segment),
+            producers=segment.tally()[0],
             capacity=segment.capacity,
             free=segment.free_extents() * segment.extent_bytes,
             requests=RequestCounts(

@@ -6,7 +6,7 @@ from test_style import ROOT, tree
 CODE = (".py", ".pyi", ".c", ".h")
 #: Lines of code by top folder.
 CEILINGS = {
-    ("shmbus", "shmbus_ext", "trainer_adapter"): 108_700,
+    ("shmbus", "shmbus_ext", "trainer_adapter"): 108_000,
     ("tests",): 92_000,
     ("bench",): 9_000,
 }

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final
 
 import shmbus
@@ -79,12 +78,7 @@ class Supervisor:
         self._watch.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._watch.join()
         self._workers.communicate()

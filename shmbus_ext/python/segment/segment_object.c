@@ -318,6 +318,20 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(i
     return result;
 }
 
+/* tally() -> (attached, committed, aborted): current producers, and the sums over the slots'
+ * counters. */
+static PyObject *py_segment_tally(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
+    uint32_t attached = 0;
+    uint64_t committed = 0, aborted = 0;
+    for (uint32_t i = 0; i < self->c.max_producers; i++) {
+        const struct producer_slot *slot = &self->c.slots[i];
+        attached += RELAXED(slot->state) == SHMBUS_SLOT_ACTIVE;
+        committed += RELAXED(slot->committed);
+        aborted += RELAXED(slot->aborted);
+    }
+    return Py_BuildValue("(IKK)", attached, U64(committed), U64(aborted));
+}
+
 /* tells_stall(trainer, period_s) -> bool: True if this process must report a stall, on behalf of
  * every waiting trainer or producer; always True for a read-only handle. */
 static PyObject *py_segment_tells_stall(SegmentObject *self, PyObject *args) {
@@ -534,6 +548,7 @@ static PyMethodDef segment_methods[] = {
     METHOD("close", py_segment_close, METH_NOARGS, NULL),
     METHOD("holders", py_segment_holders, METH_NOARGS, NULL),
     METHOD("producers", py_segment_producers, METH_NOARGS, NULL),
+    METHOD("tally", py_segment_tally, METH_NOARGS, NULL),
     METHOD("tells_stall", py_segment_tells_stall, METH_VARARGS, NULL),
     METHOD("has_collector", py_segment_has_collector, METH_NOARGS, NULL),
     METHOD("collector", py_segment_collector, METH_NOARGS, NULL),
