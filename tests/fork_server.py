@@ -315,6 +315,7 @@ def serve(listener: socket.socket, modules: list[str]) -> dict[str, Any]:
 
 def become(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
     for number, path in enumerate(request["streams"]):
         # Streams to a common file share their position.
         how = os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY
