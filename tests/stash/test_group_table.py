@@ -1,7 +1,8 @@
 """The table of open groups beside a dict: keys, widths, ages, refusals and references."""
 
-from __future__ import os
+from __future__ import annotations
 
+import os
 import random
 import resource
 import sys
