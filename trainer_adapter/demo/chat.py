@@ -161,7 +161,7 @@ class ChatRun:
         )  # fmt: skip
         dtype = getattr(torch, self.scale.dtype)
         source = ModuleSource(self.model, dtype=dtype, rounding=self.remedy.rounding)  # type: ignore[arg-type]
-        arguments = (self.bus, server.address, self.config.model)
+        workers = partial(chat_task.start_workers, self.bus, server.address, self.config.model)
         with (
             shmbus.Bus.ensure(self.bus, "256MiB", schema=chat_task.SCHEMA),
             _served(server),
@@ -174,7 +174,6 @@ class ChatRun:
             self._resume(handler)
             fleet = EngineFleet([VllmServer(server.address)], bus=self.bus, mode="keep")
             fleet.update_sync(publisher, handler.step)
-            workers = partial(chat_task.start_workers, *arguments)
             with Supervisor(server, fleet, publisher, workers) as supervisor:
                 self._train(handler, supervisor.update)
         shmbus.unlink(self.bus)

@@ -129,9 +129,7 @@ def server_of(
         "--dtype", dtype, "--max-model-len", str(MAX_MODEL_LEN),
         "--weight-transfer-config", '{"backend": "shmbus"}', *more,
     ]  # fmt: skip
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}
-    if gpu:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    environment = {"VLLM_SERVER_DEV_MODE": "1"} | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     if not torch.cuda.is_available():
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
     return ManagedServer(

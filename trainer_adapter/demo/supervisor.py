@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -14,6 +15,8 @@ from shmbus.weights import WeightPublisher
 
 #: Seconds between two looks at the processes.
 LOOK_S: Final = 1.0
+#: Seconds for the end of a server with a dead process.
+END_S: Final = 15.0
 
 
 class Supervisor:
@@ -42,8 +45,11 @@ class Supervisor:
             try:
                 self._fleet.update_sync(self._publisher, version)
             except shmbus.ShmbusError:
-                if self._server.running:
-                    raise
+                end_s = time.monotonic() + END_S  # its other processes may outlive the dead one
+                while self._server.running:
+                    if time.monotonic() > end_s:
+                        raise
+                    time.sleep(0.1)
                 self._restart_server()
                 self._fleet.update_sync(self._publisher, version)
 
