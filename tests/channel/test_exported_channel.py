@@ -56,7 +56,7 @@ PERIOD = 61
 CUDA_STEPS = int(os.environ.get("SHMBUS_CUDA_STEPS", "500"))
 NEVER_S = 3600.0
 
-# Either side makes the same steps from their number alone.
+# Sender and receiver make equal steps from the number alone.
 MADE = """
 import torch
 def made(step, device, rows=None):
@@ -286,7 +286,7 @@ def test_a_buffer_is_replaced(both: tuple[TensorSender, TensorReceiver], memory:
         send(sender, memory, step, rows)
         receives(receiver, step)
     assert sender._writer.growths == 4
-    # The ids begin at a multiple of 256: steps 2 and 3 are the largest.
+    # Ids begin at a multiple of 256: steps 2 and 3 have most bytes.
     assert writer_of(sender).nbytes == (13_056 + 101 * 8) + (128_256 + 1001 * 8)
 
 
@@ -354,7 +354,7 @@ def test_a_missing_device_is_told(bus_name: str, spawn: Spawner, memory: Memory)
 
 
 def is_told_of_a_death(child: Child, side: str, wait: Callable[[], object]) -> None:
-    """Kill the other side while this side waits; the kill ends the wait, and names the side."""
+    """Kill a peer during a wait; the wait ends with an error, and the error names the dead peer."""
     threading.Timer(0.05, child.kill).start()
     with pytest.raises(PeerGoneError) as gone:
         wait()
@@ -487,7 +487,7 @@ def test_a_stopped_sender_loses_nothing(bus_name: str, spawn: Spawner, memory: M
 
 
 class Gate:
-    """Work of a device that is done when the test says so."""
+    """Work of a device, done at the test's word."""
 
     def __init__(self) -> None:
         self._open = threading.Event()

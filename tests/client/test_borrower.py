@@ -112,7 +112,7 @@ def test_borrowed_space_is_kept(bus: Bus, reader: _core.Reader, borrower: _core.
     borrower.end(lease, _core.ACKED)
     with pytest.raises(BusClosedError, match="acknowledged"):
         ours[0]["tokens"]
-    # Every byte of the bus is written again, but for the run that the view lies in.
+    # Every byte of the bus gets new content, except for the run under the view.
     with Producer(bus.name) as producer:
         for round_ in range(30):
             producer.put(
@@ -218,7 +218,7 @@ def test_exactly_the_extents_of_leases_and_of_views_are_locked(
 ) -> None:
     draw = random.Random(seed)
     with Producer(bus.name) as producer:
-        # From a few records an extent to one that takes several.
+        # From a few records an extent to a record of several extents.
         for index in range(120):
             tokens = draw.choice([50, 200, 700, 3000])
             producer.put(str(index), group_size=1, index=0, tokens=np.zeros(tokens, np.int32))
@@ -237,7 +237,7 @@ def test_exactly_the_extents_of_leases_and_of_views_are_locked(
                 at[number] = draw.sample(range(120), draw.randrange(1, 9))
                 places = _core.places([found[i] for i in at[number]])
                 grants.append(messages.Granted(number=number, size=8, places=places))
-            # One of which nothing can be made leaves the locks of the others alone.
+            # A failed record leaves the locks of further records alone.
             grants.insert(0, messages.Granted(number=0, size=1, places=grants[-1].places[:24] * 2))
             grants[0].places = grants[0].places[:28] + b"\xff" + grants[0].places[29:]
             fresh, refused = receive(borrower, grants)

@@ -24,7 +24,7 @@ from shmbus.inspect.status import read_status
 __all__ = ["BUS_PARTIES", "GROUPS", "Party", "all_of", "press"]
 
 CAPACITY, EXTENT_BYTES = "128KiB", 4096
-#: Samples of a group, and groups put by the other side before a life begins.
+#: Samples of a group, and groups put by the peer before a life begins.
 SIZE, GROUPS = 2, 6
 TOKENS = 120
 #: Seconds of a third life's wait for expected groups; seconds of a call with something to take.
@@ -139,7 +139,7 @@ class Party:
 
     #: Whether a bus has room for a single instance.
     ALONE = False
-    #: Whether the other side can come only afterwards.
+    #: Whether the peer can come only afterwards.
     MEETS_LATER = False
     #: Whether its results stay held after its close.
     OUTLIVED = False
@@ -155,14 +155,14 @@ class Party:
         raise NotImplementedError
 
     def attend(self, handle: Any) -> None:
-        """Work, as the other side."""
+        """Work, as the peer."""
 
     def live(self, task: Task) -> Held:
         """Open the handle, use it, and hold the cell's things."""
         raise NotImplementedError
 
     def touch(self, held: Held) -> None:
-        """Use the handle, whatever became of the other side."""
+        """Use the handle, whatever became of the peer."""
 
     def wait(self, held: Held) -> None:
         raise NotImplementedError
@@ -190,7 +190,7 @@ def all_of(facts: list[dict[str, Any]], name: str) -> set[str]:
 
 
 class ProducerParty(Party):
-    """A Producer; the other side collects, and holds every group taken."""
+    """A Producer; the peer collects, and holds every group taken."""
 
     def prepare(self, task: Task) -> None:
         super().prepare(task)
@@ -275,7 +275,7 @@ class ProducerParty(Party):
 
 
 class TakerParty(Party):
-    """A taker of groups; the other side puts them."""
+    """A taker of groups; the peer puts groups."""
 
     ALONE = True
     #: Options of the third life's Consumer.
@@ -375,7 +375,7 @@ class ConsumerParty(TakerParty):
 
 
 class LeaserParty(TakerParty):
-    """A Consumer that leases from a daemon, its other side (run by test_ends.py)."""
+    """A Consumer that leases from a daemon, the peer (run by test_ends.py)."""
 
     ALONE = False
     OPTIONS: ClassVar = {"daemon": True}
@@ -443,7 +443,7 @@ class PrefetchParty(HandlerParty):
 
 
 class FeederParty(Party):
-    """A Feeder; the other side is a worker with a sample in hand."""
+    """A Feeder; the peer: a worker with a sample in hand."""
 
     def prepare(self, task: Task) -> None:
         super().prepare(task)

@@ -1,4 +1,4 @@
-"""Stitched calls: a conversation is one row, and any doubt leaves the rendering to the engine."""
+"""Stitched calls: a conversation makes a single row; any doubt leaves rendering to the engine."""
 
 import functools
 import json
@@ -88,7 +88,7 @@ def assert_one_row(sample: shmbus.Trajectory, engine: StubEngine) -> None:
     assert trained(sample) == sampled(engine.record)
 
 
-# -- one row
+# -- a single row
 
 
 SAID: list[list[int]] = [
@@ -121,7 +121,7 @@ def test_a_conversation_of_many_turns_is_one_row(template: str, stream: bool, sc
         for turn in range(15):
             scene.engine.script = [SAID[turn % 5]]
             if template == "mistral":
-                # Tools stand before the last question: one question, and only calls.
+                # Tools stand before the last question: a single question, and only calls.
                 scene.engine.script = [SAID[2 + turn % 2]]
             # In this family the next role ends a turn.
             calls = b"{" in bytes(i % 256 for i in np.array(scene.engine.script[0]) - 100)
