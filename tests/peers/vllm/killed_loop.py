@@ -6,6 +6,7 @@ that left the bus. Steps behind the last checkpoint are trained again, from the 
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
+from serving import process_with
 
 from bench import program
 from bench.processes import MeasurementError
@@ -61,15 +62,6 @@ def be_trainer(model: str, output: str) -> None:
     Noted(chat.ChatConfig(model=model, steps=100_000, output=output), chat.scale_here()).run()
 
 
-def victim(word: str) -> int | None:
-    """Return the process with a word in the command line, and without such a child."""
-    found = {}
-    for each in psutil.process_iter(["cmdline", "ppid"]):
-        if word in " ".join(each.info["cmdline"] or ()):
-            found[each.pid] = each.info["ppid"]
-    return max(found.keys() - found.values(), default=None)
-
-
 def drive(options: argparse.Namespace, output: Path) -> Row:
     """Run the loop, kill, and count."""
     command = [sys.executable, __file__, "--be", str(options.model), str(output)]
@@ -88,10 +80,10 @@ def drive(options: argparse.Namespace, output: Path) -> Row:
                 continue
             next_kill += options.every
             kind = ORDER[sum(kills.values()) % len(ORDER)]
-            pid = process.pid if kind == "trainer" else victim(VICTIMS[kind])
-            if pid is not None:
-                kills[kind] += 1
+            with contextlib.suppress(ValueError):  # the server starts, without a process yet
+                pid = process.pid if kind == "trainer" else process_with(VICTIMS[kind])
                 os.kill(pid, signal.SIGKILL)
+                kills[kind] += 1
         process.send_signal(signal.SIGINT)
         process.wait(120)
     rows = [json.loads(line) for line in notes.read_text().splitlines()]

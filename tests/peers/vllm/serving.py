@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from bench.processes import descendants
 
@@ -179,6 +180,16 @@ async def fresh_outputs(
         async with serving(folders[seed], logs / f"fresh-{seed}.log", size) as server:
             found[seed] = await server.greedy()
     return found
+
+
+def process_with(word: str) -> int:
+    """Return the newest process with a word in the command line, and without such a child."""
+    found = {
+        each.pid: each.info["ppid"]
+        for each in psutil.process_iter(["cmdline", "ppid"])
+        if word in " ".join(each.info["cmdline"] or ())
+    }
+    return max(found.keys() - found.values())
 
 
 def kill_all(process: subprocess.Popen[Any]) -> None:

@@ -1,20 +1,24 @@
 """``shmbus demo --engine vllm``: resumes after a kill of all processes; refusals leave nothing."""
 
 import base64
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 from safetensors import safe_open
-from serving import kill_all
+from serving import kill_all, process_with
 from transformers import AutoTokenizer
 from vllm_model import save
+
+import shmbus
 
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant "
 TIMEOUT_S = 400.0
@@ -37,21 +41,39 @@ def buses() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "demo-" in name}
 
 
-@pytest.mark.timeout(900)
-def test_a_killed_demo_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    before, said = buses(), tmp_path / "said"
-    run = command(chat_model(tmp_path / "model"), tmp_path / "out", "--steps", "6")
+@contextlib.contextmanager
+def begun(run: list[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Start a run with a file of its output; afterwards end the run, and remove its bus."""
+    said = folder / "said"
     with said.open("wb") as file:
         process = subprocess.Popen(run, stdout=file, stderr=file, start_new_session=True)
+    try:
+        yield process, said
+    finally:
+        kill_all(process)
+        bus = f"demo-{zlib.crc32(os.fsencode((folder / 'out').resolve())):08x}"
+        with contextlib.suppress(shmbus.BusNotFoundError):
+            shmbus.unlink(bus)
+
+
+def await_step(process: subprocess.Popen[bytes], said: Path, step: str) -> None:
     end = time.monotonic() + TIMEOUT_S
-    while "step   5/6" not in said.read_text():
+    while f"step   {step}" not in said.read_text():
         assert process.poll() is None and time.monotonic() < end, said.read_text()[-3000:]
         time.sleep(0.1)
-    kill_all(process)
-    assert buses() > before
-    ended = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert "resumed after step 4 from" in ended.stdout, ended.stderr[-3000:]
-    assert "after 6 steps in" in ended.stdout and buses() == before
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_demo_resumes_from_its_checkpoint(tmp_path: Path) -> None:
+    run = command(chat_model(tmp_path / "model"), tmp_path / "out", "--steps", "6")
+    before = buses()
+    with begun(run, tmp_path) as (process, output):
+        await_step(process, output, "5/6")
+        kill_all(process)
+        assert buses() > before
+        ended = subprocess.run(run, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert "resumed after step 4 from" in ended.stdout, ended.stderr[-3000:]
+        assert "after 6 steps in" in ended.stdout and buses() == before
     with safe_open(tmp_path / "out" / "checkpoint.safetensors", "pt") as saved:
         said = base64.b64decode(saved.metadata()["state"])
     _, training, held_out = msgspec.msgpack.decode(said)
@@ -60,37 +82,19 @@ def test_a_killed_demo_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def running(word: str) -> int:
-    """Return the process with a word in the command line, and without such a child."""
-    found = {
-        int(entry.name)
-        for entry in Path("/proc").glob("[0-9]*")
-        if word in (entry / "cmdline").read_bytes().decode(errors="replace")
-    }
-    (pid,) = found - {psutil.Process(pid).ppid() for pid in found}
-    return pid
-
-
 @pytest.mark.timeout(900)
 def test_a_dead_server_or_worker_starts_again_within_the_run(tmp_path: Path) -> None:
-    before, said = buses(), tmp_path / "said"
     run = command(chat_model(tmp_path / "model"), tmp_path / "out", "--steps", "8")
-    with said.open("wb") as file:
-        process = subprocess.Popen(run, stdout=file, stderr=file, start_new_session=True)
-    try:
-        for step, word in ((2, "demo.chat_task"), (5, "vllm.entrypoints.openai")):
-            end = time.monotonic() + TIMEOUT_S
-            while f"step   {step}/8" not in said.read_text():
-                assert process.poll() is None and time.monotonic() < end, said.read_text()[-3000:]
-                time.sleep(0.1)
-            os.kill(running(word), signal.SIGKILL)
+    before = buses()
+    with begun(run, tmp_path) as (process, output):
+        for step, word in (("2/8", "demo.chat_task"), ("5/8", "vllm.entrypoints.openai")):
+            await_step(process, output, step)
+            os.kill(process_with(word), signal.SIGKILL)
         process.wait(TIMEOUT_S)
-    finally:
-        kill_all(process)
-    text = said.read_text()
-    assert "after 8 steps in" in text and "resumed" not in text, text[-3000:]
-    assert "the workers' process ended" in text and "the server ended" in text
-    assert buses() == before
+        text = output.read_text()
+        assert "after 8 steps in" in text and "resumed" not in text, text[-3000:]
+        assert "the workers' process ended" in text and "the server ended" in text
+        assert buses() == before
 
 
 @pytest.mark.parametrize("fault", ["no model", "no template", "no weights"])
