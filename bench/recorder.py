@@ -36,6 +36,10 @@ __all__ = ["main"]
 PROMPT, OUTPUT = 4096, 64
 #: Seconds of the engine's answer; for a stream, each token's part.
 ENGINE_S: Final = 1.0
+#: Seconds of the engine's answer to a short call beside a long stream.
+SHORT_S: Final = 0.02
+#: Callers of short calls beside a long stream, each with a session.
+CALLERS: Final = 1
 SCHEMA: Final = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 CAPACITY: Final = "256MiB"
 START_S: Final = 60.0
@@ -44,7 +48,7 @@ START_S: Final = 60.0
 # -- the engine
 
 
-def whole(body: dict[str, Any], ids: list[int], output: list[int]) -> dict[str, Any]:
+def whole(body: dict[str, Any], ids: list[int], output: Sequence[int]) -> dict[str, Any]:
     """Return an answer in vLLM's form, with the requested fields."""
     choice: dict[str, Any] = {
         "index": 0, "message": {"role": "assistant", "content": "x" * OUTPUT},
@@ -68,9 +72,9 @@ async def answer(request: web.Request) -> web.StreamResponse:
     """Answer after the engine's time."""
     body = msgspec.json.decode(await request.read())
     ids = list(range(100, 100 + PROMPT))
-    output = [random.randrange(150_000) for _ in range(OUTPUT)]
+    output: Sequence[int] = [random.randrange(150_000) for _ in range(OUTPUT)]
     if not body.get("stream"):
-        await asyncio.sleep(ENGINE_S)
+        await asyncio.sleep(body.get("engine_s", ENGINE_S))
         return web.Response(
             body=msgspec.json.encode(whole(body, ids, output)), content_type="application/json"
         )
@@ -80,7 +84,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
     head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "m"}
     long = body.get("long_tokens")
     if long:
-        output = [random.randrange(150_000) for _ in range(long)]
+        output = range(long)  # random numbers would stop this process for 40 ms
     for number, token in enumerate(output):
         if not long or number % 16 == 0:
             await asyncio.sleep(0 if long else ENGINE_S / OUTPUT)
@@ -106,17 +110,20 @@ def serve(port: int) -> None:
 # -- the callers
 
 
-async def one(client: aiohttp.ClientSession, url: str, key: str, stream: bool) -> float:
+async def one(
+    client: aiohttp.ClientSession, url: str, key: str, stream: bool, engine_s: float = ENGINE_S
+) -> float:
     """Make a call; return its seconds beyond the engine's time."""
     messages = [{"role": "user", "content": f"{random.random()} " + "x" * PROMPT}]
-    body = msgspec.json.encode({"model": "m", "messages": messages, "stream": stream})
+    asked = {"model": "m", "messages": messages, "stream": stream, "engine_s": engine_s}
+    body = msgspec.json.encode(asked)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     began = time.monotonic()
     async with client.post(f"{url}/v1/chat/completions", data=body, headers=headers) as found:
         assert found.status == 200, await found.text()
         if not stream:
             await found.read()
-            return time.monotonic() - began - ENGINE_S
+            return time.monotonic() - began - engine_s
         first = b""
         while b"\n\n" not in first:
             first += await found.content.readany()
@@ -181,19 +188,23 @@ async def length_rows(
     """Measure streams of any length, beside short calls of another session."""
     rows = []
     async with aiohttp.ClientSession(read_bufsize=1 << 18) as client:
-        for length, key in zip(lengths, keys[1:], strict=False):
+        for length, key in zip(lengths, keys[CALLERS:], strict=False):
             message = {"role": "user", "content": "x"}
             body = {"model": "m", "messages": [message], "stream": True, "long_tokens": length}
             ways: list[tuple[str, list[float]]] = [(proxy, []), (engine, [])]
             over = asyncio.Event()
 
             async def others(
-                ways: list[tuple[str, list[float]]] = ways, over: asyncio.Event = over
+                number: int,
+                ways: list[tuple[str, list[float]]] = ways,
+                over: asyncio.Event = over,
             ) -> None:
+                await asyncio.sleep(number * SHORT_S / CALLERS)
                 while not over.is_set():
-                    await caller(client, ways, keys[0], 1, False, 0)
+                    for url, waits in ways:
+                        waits.append(await one(client, url, keys[number], False, SHORT_S))
 
-            beside = [asyncio.ensure_future(others()) for _ in range(8)]
+            beside = [asyncio.ensure_future(others(number)) for number in range(CALLERS)]
             before = processor_s(pid)
             headers = {"Authorization": f"Bearer {key}"}
             async with client.post(
@@ -253,7 +264,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         ):
             command = [sys.executable, "-m", *words]
             pid = stack.enter_context(started(command, partial(listens, place))).pid
-        keys, opened_sessions = opened(bus, max(sessions, len(lengths) + 1))
+        keys, opened_sessions = opened(bus, max(sessions, len(lengths) + CALLERS))
         stack.enter_context(opened_sessions)
         if lengths:
             return asyncio.run(length_rows(engine, proxy, keys, lengths, pid))
