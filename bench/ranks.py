@@ -4,7 +4,7 @@ As many producers as ranks put trajectories of 2,048 tokens; the daemon forms st
 each rank, and each rank packs its own. A single rank with a single producer takes turns with
 several. Where the rate fails to grow with the ranks, the processor seconds a second name the
 bottleneck: the daemon, the ranks, or else memory bandwidth. ``--producers N`` measures N producers
-against an embedded reader instead: views, and packed.
+against an embedded reader instead: views, packed, iceoryx2, and ``multiprocessing.Queue``.
 """
 
 import argparse
@@ -12,9 +12,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from bench import machine, program
+from bench.contest import moving
 from bench.processes import STALL_S, MeasurementError, Role, processor_s, run_together, use_template
 from bench.row import Row, skipped
 from bench.rows.throughput import PACKED_BYTES_PER_TOKEN, TOKENS_PER_BATCH, to_batches, views
@@ -34,6 +36,8 @@ PER_BATCH: Final = TOKENS_PER_BATCH // TOKENS
 #: Bytes of a memcpy, far beyond the caches; trajectories of a run with many producers.
 COPIED_BYTES: Final = 256 << 20
 CROWD_TRAJECTORIES: Final = 1 << 19
+#: Contenders beside them, with as many trajectories as a run of seconds needs.
+OTHERS: Final = {"iceoryx2": 1 << 18, "mp_queue": 1 << 14}
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -78,7 +82,7 @@ def _crowd(producers: int, turns: int, options: argparse.Namespace) -> list[Row]
     )  # fmt: skip
     copied = memcpy(COPIED_BYTES >> (6 if options.tiny else 0), 5)
     kinds = {"views": (views, BYTES_PER_TOKEN), "packed": (to_batches, PACKED_BYTES_PER_TOKEN)}
-    return [
+    rows = [
         Row(
             name=f"crowd-{kind}-{producers}", title=f"{producers} producers, one reader, {kind}",
             unit="trajectories/s",
@@ -87,6 +91,15 @@ def _crowd(producers: int, turns: int, options: argparse.Namespace) -> list[Row]
         )
         for kind, (run, width) in kinds.items()
     ]  # fmt: skip
+    for module, trajectories in OTHERS.items():
+        name, title = f"crowd-{module}-{producers}", f"{producers} producers, {module}"
+        if why := machine.lacks(modules=[module.replace("mp_queue", "multiprocessing")]):
+            rows.append(skipped(name, title, why))
+            continue
+        fewer = replace(workload, trajectories=min(workload.trajectories, trajectories))
+        found = [moving.measure(f"bench.contenders.{module}", fewer).rate for _ in range(turns)]
+        rows.append(Row(name=name, title=title, unit="trajectories/s", values=tuple(found)))
+    return rows
 
 
 def _run(ranks: int, steps: int, capacity: str) -> dict[str, float]:

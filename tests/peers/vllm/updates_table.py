@@ -2,7 +2,7 @@
 
 An arm brings equal versions to a server with eight requests in flight; each answer is compared
 with a fresh server's. ``--shape 0.6b`` and ``4b`` take Qwen3's shapes, ``--device cuda`` bfloat16
-weights on the server's GPU, ``--device cuda:1`` on the next one (with SHMBUS_TEST_VLLM_GPUS=0). In
+weights on the server's GPU, ``cuda:1`` on the next one (with SHMBUS_TEST_VLLM_GPUS=0). In
 the arms of turns the server sleeps before each version: the pause is the wake.
 """
 
@@ -193,29 +193,40 @@ async def by_updates(
                 )
 
 
-async def by_nccl(
-    arm: Arm, options: argparse.Namespace, folders: dict[int, Path], expected: Any
+async def by_vllm(
+    arm: Arm, options: argparse.Namespace, folders: dict[int, Path], expected: Any, *, backend: str
 ) -> Row:
-    """By vLLM's own backend: a broadcast from the trainer's device, in a pause."""
-    from vllm.distributed.weight_transfer import base, clients, nccl_engine
+    """By vLLM's own backends: a broadcast, or handles of CUDA memory, in a pause.
 
-    backend = ["--weight-transfer-config", '{"backend": "nccl"}']
-    async with begun(options, folders[1], None, *backend) as (_, bus, server):
+    TRL's server mode is the same server with the same broadcast.
+    """
+    from vllm.distributed.weight_transfer import base, clients, ipc_engine, nccl_engine
+
+    # Handles travel pickled, which vLLM takes on request.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    config = ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
+    async with begun(options, folders[1], None, *config) as (_, bus, server):
         models = {seed: build(options, seed) for seed in (1, 2)}
         model = build(options, 1)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        sender = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
-            nccl_engine.NCCLTrainerInitInfo(
-                rank=0, master_address="127.0.0.1", master_port=port, world_size=1 + options.tp
-            ),
+        engine: Any = nccl_engine.NCCLTrainerWeightTransferEngine
+        info: Any = nccl_engine.NCCLTrainerInitInfo(
+            rank=0, master_address="127.0.0.1", master_port=port, world_size=1 + options.tp
+        )
+        if backend == "ipc":
+            engine = ipc_engine.IPCTrainerWeightTransferEngine
+            info = ipc_engine.IPCTrainerInitInfo(rank=0, packed=True)
+        sender = engine.trainer_init(
+            info,
             client=clients.HTTPVLLMWeightSyncClient(server.url),
             source=base.ModuleSource(model),
         )
 
         def send() -> None:
-            torch.cuda.set_device(options.device)
+            if options.device.startswith("cuda:"):
+                torch.cuda.set_device(options.device)
             sender.send_weights()
 
         async def bring(version: int) -> float:
@@ -327,7 +338,8 @@ ARMS: dict[str, tuple[str, Callable[..., Awaitable[Row]]]] = {
     "shm-salt": ("through shared memory, with salts", by_updates),
     "shm": ("through shared memory, without salts", partial(by_updates, salted=False)),
     "reload": ("reload_weights from tmpfs", partial(by_updates, files=True)),
-    "nccl": ("by vLLM's NCCL backend", by_nccl),
+    "nccl": ("by vLLM's NCCL backend", partial(by_vllm, backend="nccl")),
+    "ipc": ("by vLLM's CUDA IPC backend", partial(by_vllm, backend="ipc")),
     "restart": ("stop and start", by_restarts),
     "turns-2": ("in turns, level 2", partial(by_turns, level=2)),
     "turns-1": ("in turns, level 1", partial(by_turns, level=1)),
@@ -356,7 +368,7 @@ async def table(options: argparse.Namespace) -> list[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = program.parser_of(PROGRAM, __doc__)
     parser.add_argument("--shape", default="tiny", choices=tuple(tiny.SHAPES))
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "cuda:1"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda", "cuda:1", "cuda:2"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--arms", default="shm-salt,shm,reload,restart")
