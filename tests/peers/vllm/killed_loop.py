@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -112,10 +113,10 @@ def counted(rows: list[dict[str, Any]], saved: list[dict[str, Any]], kills: dict
         "steps": len(steps), "steps_again": again,
         "tokens": sum(row["tokens"] for row in steps.values()),
         "groups_twice": len(groups) - len(set(groups)), "dropped": sum(ledger["dropped"].values()),
-        "held_out_first": saved[0]["held_out"], "held_out_last": saved[-1]["held_out"],
-        "step_p50_s": statistics.median(step_s) if step_s else None,
+        "held_out_first": round(saved[0]["held_out"], 3), "held_out_last": round(saved[-1]["held_out"], 3),
+        "step_p50_s": round(statistics.median(step_s), 3) if step_s else math.nan,
     }  # fmt: skip
-    said = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in figures.items())
+    said = ", ".join(f"{key.replace('_', ' ')} {value:,.7g}" for key, value in figures.items())
     died = ", ".join(f"{kind} {count}" for kind, count in kills.items())
     return Row(
         name="vllm-killed-loop", title=f"a real model's loop, kills: {died}", unit="",
