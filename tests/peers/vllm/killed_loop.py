@@ -113,7 +113,8 @@ def counted(rows: list[dict[str, Any]], saved: list[dict[str, Any]], kills: dict
         "steps": len(steps), "steps_again": again,
         "tokens": sum(row["tokens"] for row in steps.values()),
         "groups_twice": len(groups) - len(set(groups)), "dropped": sum(ledger["dropped"].values()),
-        "held_out_first": round(saved[0]["held_out"], 3), "held_out_last": round(saved[-1]["held_out"], 3),
+        "held_out_first": round(saved[0]["held_out"], 3),
+        "held_out_last": round(saved[-1]["held_out"], 3),
         "step_p50_s": round(statistics.median(step_s), 3) if step_s else math.nan,
     }  # fmt: skip
     said = ", ".join(f"{key.replace('_', ' ')} {value:,.7g}" for key, value in figures.items())
