@@ -39,7 +39,7 @@ _AGAIN: Final = "nothing was changed; verify again once every rank runs one publ
 #: The status of a server without a route.
 NO_ROUTE: Final = 404
 _SGLANG: Final = (
-    "vLLM answers with VLLM_SERVER_DEV_MODE=1; SGLang has no call to a serving rank's memory: "
+    "vLLM answers with VLLM_SERVER_DEV_MODE=1; SGLang's call into a rank waits for all requests: "
 )
 
 
