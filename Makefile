@@ -14,6 +14,8 @@ JOBS ?= $(shell nproc)
 export SHMBUS_DEBUG SHMBUS_SANITIZE SHMBUS_WERROR
 # Images of containers often set it, and then each of hundreds of processes compiles what it imports.
 export PYTHONDONTWRITEBYTECODE :=
+# pip compiles all of PyTorch and transformers; half of an install, where a first import takes seconds.
+export PIP_COMPILE := 0
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -73,7 +75,7 @@ test: $(VENV)/.dev ## Run the test suite, but for whole programs and the rules o
 	$(BIN)/pytest $(DISTRIBUTED) $(foreach folder,$(ELSEWHERE),--ignore=tests/$(folder)) $(ARGS)
 
 test-programs: $(VENV)/.dev ## Run kills and storms, the examples, the first hour and the benchmark's programs in their quick forms
-	$(BIN)/pytest $(DISTRIBUTED) $(ARGS) $(PROGRAMS:%=tests/%)
+	$(BIN)/pytest $(DISTRIBUTED) --dist worksteal $(ARGS) $(PROGRAMS:%=tests/%)
 
 test-peers: build/peers/atropos/.made ## Run Atropos' own tests against the gateway, and test its adapter
 	HF_HUB_OFFLINE=1 build/peers/atropos/bin/pytest -p no:cacheprovider $(ARGS) tests/peers/atropos
