@@ -63,7 +63,7 @@ MOST_VERSION: Final = (1 << 63) - 1
 MANAGED: Final = "managed"
 
 Pairs: TypeAlias = list[tuple[EngineServer, ServerReport]]
-Step: TypeAlias = Callable[[EngineServer, ServerReport], Awaitable[None]]
+Step: TypeAlias = Callable[[EngineServer, ServerReport], Awaitable[object]]
 
 #: Seconds between two tries to resume.
 RETRY_S = 0.2
@@ -715,10 +715,6 @@ class EngineFleet(ClosedByAsyncWith):
             await self._rows.until_arrived(server, report.ranks, version, self.timeout)
         self._rows.require_attached(server, report.ranks, version)
 
-    async def _end(self, server: EngineServer, report: ServerReport) -> None:
-        del report  # the report already names the reason
-        await self._settle(server)
-
     def _load(self, version: int) -> Step:
         async def load(server: EngineServer, report: ServerReport) -> None:
             began = time.monotonic()
@@ -790,7 +786,8 @@ class EngineFleet(ClosedByAsyncWith):
             there = pairs if version is None else await self._each(pairs, self._await_turn)
             if any(server.bus is not None for server, _ in there):
                 await asyncio.sleep(STALE_S)
-            known = await self._each(await self._each(there, self._wake_weights), self._look)
+            awake = await self._each(there, lambda server, _: self._rouse(server))
+            known = await self._each(awake, self._look)
             untouched = [pair for pair in known if pair[1].version is not None]
             mixed = [pair for pair in known if pair[1].version is None]
             if version is not None:
@@ -806,10 +803,6 @@ class EngineFleet(ClosedByAsyncWith):
             if newest is not None:
                 newest.close()
         return self._recovered(report)
-
-    async def _wake_weights(self, server: EngineServer, report: ServerReport) -> None:
-        del report
-        await self._rouse(server)
 
     async def _look(self, server: EngineServer, report: ServerReport) -> None:
         report.ranks = await server.ranks(self.timeout)
@@ -875,10 +868,8 @@ class EngineFleet(ClosedByAsyncWith):
         report, pairs = self._begin_recovery(left)
         try:
             newest, _ = await asyncio.to_thread(newest_checkpoints, Path(left.directory))
-        except (
-            OSError,
-            shmbus.ShmbusError,
-        ) as error:  # they stay paused until new weights come
+        except (OSError, shmbus.ShmbusError) as error:
+            # Servers stay paused until new weights come.
             for _, each in pairs:
                 each.error = str(error)
             return report
@@ -1068,7 +1059,8 @@ class EngineFleet(ClosedByAsyncWith):
         async with self._workers_held(f"{HELD}{report.version} are being loaded"):
             paused = await self._each(ready, self._pause)
             untouched = paused if attach is None else await self._each(paused, attach)
-            ended = await self._each([each for each in paused if each not in untouched], self._end)
+            unattached = [each for each in paused if each not in untouched]
+            ended = await self._each(unattached, lambda server, _: self._settle(server))
             aside = [each for each in ready if each not in paused] + ended
             aside = [each for each in aside if each not in torn]
             if len(untouched) < quorum:

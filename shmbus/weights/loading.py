@@ -19,7 +19,7 @@ from shmbus.tensors.device.driver import CudaDriverError
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import has_memory, is_sharded
 from shmbus.weights.errors import ManifestError
-from shmbus.weights.manifest import Manifest, Slice, require_slices, view_of
+from shmbus.weights.manifest import Manifest, Slice, view_of
 from shmbus.weights.weight_source import dtype_name, local_part
 
 #: Target of `load_into`: a module, or tensors by name.
@@ -83,7 +83,6 @@ def paired(
 ) -> dict[str, Pair]:
     """Check everything, and return the pairs to copy."""
     targets = {name: target.detach() for name, target in targets.items()}
-    require_slices(fit.slices)
     found = destinations(targets, fit.slices or {})
     faults = _faults(manifest, targets, found, fit)
     if faults:

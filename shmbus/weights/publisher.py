@@ -40,7 +40,7 @@ from shmbus.weights.errors import ManifestError, VersionOrderError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.patch_policy import patch_share
 from shmbus.weights.probe import CARRIERS, choose
-from shmbus.weights.rounding import loses_bits, overflows, require_range, round_stochastically
+from shmbus.weights.rounding import loses_bits, peak_of, require_range, round_stochastically
 from shmbus.weights.weight_source import LocalPiece, WeightSource, require_source
 
 logger = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class WeightPublisher:
         VersionOrderError
             The version is not above the previous one.
         WeightsError
-            A peer rank could not write its pieces.
+            A cast overflows, or a peer rank could not write its pieces.
         BusClosedError, BusRemovedError
             This publisher is closed, or the weights were removed meanwhile.
         TypeError, ValueError
@@ -338,7 +338,8 @@ class WeightPublisher:
         check_text("text", text)
         self._require_open()
 
-        stream = torch.cuda.current_stream() if _uses_cuda() else None
+        uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.current_stream() if uses_cuda else None
         before, self._newest = self._newest, publication
 
         def run() -> None:
@@ -423,14 +424,15 @@ class WeightPublisher:
         written = 0
         lasting: list[LocalPiece] = []
         sizes: dict[str, int] = {}
-        peaks: dict[str, torch.Tensor] = {}
+        peaks: list[tuple[str, torch.dtype, torch.Tensor]] = []
         with torch.no_grad():
             for piece in self._source.iter_local(self.rank, self.world_size):
                 if not isinstance(piece, LocalPiece):
                     raise TypeError(f"iter_local: expected LocalPieces, got {type(piece).__name__}")
                 dtype = getattr(torch, self._dtypes.get(piece.name, ""), piece.tensor.dtype)
-                if overflows(piece.tensor, dtype):
-                    peaks[piece.name] = torch.linalg.vector_norm(piece.tensor, torch.inf)
+                peak = peak_of(piece.tensor, dtype)
+                if peak is not None:
+                    peaks.append((piece.name, dtype, peak))
                 if piece.rounding == "stochastic" and loses_bits(piece.tensor, dtype):
                     tensor = round_stochastically(
                         piece.tensor, dtype, version, piece.name, piece.start
@@ -495,7 +497,3 @@ class WeightPublisher:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # Readers keep the published weights after their trainer's failure, as after its death.
         self._close(keep=self._keep or error is not None)
-
-
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

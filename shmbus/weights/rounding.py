@@ -17,7 +17,7 @@ Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv:15
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -51,7 +51,7 @@ def round_stochastically(
     rounded = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     source, target = tensor.reshape(-1), rounded.view(-1)
     for at in range(0, source.numel(), chunk):
-        part = source[at : at + chunk].to(torch.float32)
+        part = source[at : at + chunk].to(torch.float32).resolve_neg()
         target[at : at + chunk] = _rounded(part, dtype, noise[: part.numel()])
     return rounded
 
@@ -61,22 +61,28 @@ def loses_bits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return dtype in DROPPED_BITS and tensor.dtype in (torch.float32, torch.float64)
 
 
-def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a cast can turn finite values of the tensor into infinities of float16."""
-    wide = (torch.float32, torch.float64, torch.bfloat16)
-    return dtype == torch.float16 and tensor.dtype in wide and tensor.numel() > 0
+def peak_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the largest finite magnitude, or None for a cast without overflow."""
+    if not (tensor.is_floating_point() and dtype.is_floating_point and tensor.numel()):
+        return None
+    # Bfloat16 ends half a step below float32: no trained weight lies between.
+    if torch.finfo(tensor.dtype).max <= 2 * torch.finfo(dtype).max:
+        return None
+    wide = tensor if tensor.itemsize > 1 else tensor.float()
+    return torch.stack(torch.aminmax(wide.nan_to_num(0.0, 0.0, 0.0))).abs().amax()
 
 
-def require_range(peaks: Mapping[str, torch.Tensor]) -> None:
-    """Raise WeightsError if the largest magnitude of a tensor exceeds float16's range."""
-    largest = torch.finfo(torch.float16).max
-    found = {name: float(peak) for name, peak in peaks.items()}
-    over = {name: peak for name, peak in found.items() if peak > largest}
+def require_range(peaks: Sequence[tuple[str, torch.dtype, torch.Tensor]]) -> None:
+    """Raise WeightsError if the largest magnitude of a piece exceeds its dtype's range."""
+    over = [
+        f"{name!r} has {float(peak):g}, and {dtype} ends at {torch.finfo(dtype).max:g}"
+        for name, dtype, peak in peaks
+        if float(peak) > torch.finfo(dtype).max
+    ]
     if over:
-        named = ", ".join(f"{name!r} has {peak:g}" for name, peak in list(over.items())[:5])
         raise WeightsError(
-            f"float16 overflow: expected magnitudes of at most {largest:g}, got {len(over)} "
-            f"tensors beyond: {named}; publish as bfloat16, or scale these tensors. The weights "
+            f"overflow of {len(over)} casts: expected magnitudes in the published dtype's range, "
+            f"got: {'; '.join(over[:5])}; publish as bfloat16, or scale these tensors. The weights "
             "that were published stay in force"
         )
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+_OTHER_MODEL: Final = "the model is not the one of this publisher's start; make a new publisher"
+
+
 class LocalPiece:
     """Part of a tensor written by this rank.
 
@@ -213,6 +216,8 @@ class ModuleSource(WeightSource):
         self._buffers = buffers
         self._seen: SeenTensors | None = None
         self._found: tuple[dict[str, torch.Tensor], dict[str, str]] = {}, {}
+        #: Shape by name, or name by alias, as of the last `params`.
+        self._promised: dict[str, object] | None = None
         self._pieces: dict[tuple[int, int], list[LocalPiece]] = {}
 
     def _named(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -248,14 +253,15 @@ class ModuleSource(WeightSource):
         return found, aliases
 
     def _published_dtype(self, tensor: torch.Tensor) -> torch.dtype:
-        cast = self._dtype is not None and tensor.is_floating_point()
-        return self._dtype if cast and self._dtype is not None else tensor.dtype
+        return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
 
     def params(self) -> list[ParamMeta]:
         """Return every tensor of the whole model."""
+        named, aliases = self._named()
+        self._promised = _shapes_of(named) | aliases
         return [
             ParamMeta(name, dtype_name(self._published_dtype(tensor)), tuple(tensor.shape))
-            for name, tensor in self._named()[0].items()
+            for name, tensor in named.items()
         ]
 
     def aliases(self) -> Mapping[str, str]:
@@ -268,15 +274,26 @@ class ModuleSource(WeightSource):
 
     def iter_local(self, rank: int, world_size: int) -> Iterator[LocalPiece]:
         """Yield this rank's pieces, as `WeightSource.iter_local` does."""
-        named = self._named()[0]
+        named, aliases = self._named()
         pieces = self._pieces.get((rank, world_size))
         if pieces is None:
+            self._require_promised(_shapes_of(named) | aliases)
             pieces = list(self._local(named, rank, world_size))
             if self._seen is not None and self._seen.can_tell:
                 self._pieces[rank, world_size] = pieces
                 for piece in pieces:
                     piece.lasting = True
         yield from pieces
+
+    def _require_promised(self, found: dict[str, object]) -> None:
+        """Raise ManifestError for a change since `params`: another rank sees no missing tensor."""
+        promised = found if self._promised is None else self._promised
+        faults = [
+            f"{name!r}: expected {promised.get(name)}, got {found.get(name)}"
+            for name in sorted(dict(promised.items() ^ found.items()))
+        ]
+        if faults:
+            raise ManifestError(_OTHER_MODEL, faults)
 
     def _local(
         self, named: Mapping[str, torch.Tensor], rank: int, world_size: int
@@ -300,23 +317,14 @@ def target_of_piece(
 ) -> torch.Tensor:
     """Return a piece's part of a published tensor."""
     if place is None or whole is None:
-        raise ManifestError(
-            "the model is not the one that this publisher was made for",
-            [f"{piece.name!r} is not in the manifest; make a new publisher when the model changes"],
-        )
+        raise ManifestError(_OTHER_MODEL, [f"{piece.name!r} is not in the manifest"])
     shape = piece.tensor.shape
     if len(piece.start) != whole.dim() or any(
         start < 0 or start + size > room
         for start, size, room in zip(piece.start, shape, whole.shape, strict=False)
     ):
-        raise ManifestError(
-            "the model is not the one that this publisher was made for",
-            [
-                f"{piece.name!r}: a piece of shape {list(shape)} at {list(piece.start)} is not "
-                f"inside {list(whole.shape)}, which the manifest has; make a new publisher when "
-                "the model changes"
-            ],
-        )
+        outside = f"a piece of shape {list(shape)} at {list(piece.start)} is not inside"
+        raise ManifestError(_OTHER_MODEL, [f"{piece.name!r}: {outside} {list(whole.shape)}"])
     for dim, (start, size) in enumerate(zip(piece.start, shape, strict=True)):
         if size != whole.shape[dim]:
             whole = whole.narrow(dim, start, size)
@@ -332,13 +340,17 @@ def require_source(source: object) -> None:
         )
 
 
+def _shapes_of(named: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    return {name: tuple(tensor.shape) for name, tensor in named.items()}
+
+
 def _identity(tensor: torch.Tensor) -> object:
     """Return a key, equal for tensors with the same elements and layout."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
     if local.numel() == 0 or is_sharded(tensor):
         return id(tensor)
     at = (local.data_ptr(), local.device, local.dtype)
-    return (*at, tuple(local.shape), local.stride())
+    return (*at, tuple(local.shape), local.stride(), local.is_conj(), local.is_neg())
 
 
 def _checked_start(name: str, start: object) -> tuple[int, ...]:

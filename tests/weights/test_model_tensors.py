@@ -298,13 +298,15 @@ def test_a_tensor_without_plain_bytes_is_not_published(tensor: torch.Tensor, mat
 @pytest.mark.parametrize("patches", [False, True])
 def test_lazy_conjugates_and_negatives_arrive_resolved(patches: bool, bus_name: str) -> None:
     plain = torch.complex(Q, Q + 1)
-    model = Holder(a=plain.conj(), b=plain.conj().imag)
-    target = {"a": torch.zeros_like(plain), "b": torch.zeros(4, 4)}
-    with WeightPublisher(bus_name, ModuleSource(model), patches=patches) as publisher:
+    model = Holder(a=plain.conj(), b=plain.conj().imag, c=plain)
+    target = {"a": torch.zeros_like(plain), "b": torch.zeros(4, 4).half(), "c": plain.clone()}
+    source = ModuleSource(model, dtype=torch.float16, rounding="stochastic")
+    with WeightPublisher(bus_name, source, patches=patches) as publisher:
         for version in range(3):
             plain[0, 0] = complex(version, version)
             publisher.publish(version=version)
             with WeightSubscriber(bus_name) as reader, reader.latest(timeout=5.0) as weights:
                 weights.load_into(target)
             assert torch.equal(target["a"], plain.conj().resolve_conj())
-            assert torch.equal(target["b"], -plain.imag)
+            assert torch.equal(target["b"].float(), -plain.imag)
+            assert torch.equal(target["c"], plain)

@@ -103,23 +103,25 @@ def test_an_update_below_the_grid_reaches_readers_of_each_carrier_in_the_mean(
             assert 0.09 < share < 0.11  # rounded to nearest: none
 
 
-def test_a_float16_overflow_names_the_tensor_and_keeps_the_version_before() -> None:
-    bus = f"test-overflow-{os.getpid()}"
-    module = torch.nn.Linear(4, 4)
-    source = ModuleSource(module, dtype=torch.float16)
-    with WeightPublisher(bus, source) as publisher, WeightSubscriber(bus) as subscriber:
+@pytest.mark.parametrize(
+    ("value", "own", "published"),
+    [
+        (70_000.0, torch.float32, torch.float16),
+        (66_000.0, torch.bfloat16, torch.float16),
+        (1e39, torch.float64, torch.bfloat16),
+        (500.0, torch.float32, torch.float8_e4m3fn),
+    ],
+)
+def test_an_overflow_of_any_part_names_the_tensor_and_keeps_the_version_before(
+    value: float, own: torch.dtype, published: torch.dtype, bus_name: str
+) -> None:
+    head, tail = torch.tensor([[1, torch.nan], [1, torch.inf]], dtype=own)
+    parts = [Shard("w", (4,), (at,), part, dtype=published) for at, part in ((0, head), (2, tail))]
+    source = ShardedSource(lambda: parts, rounding="stochastic")
+    with WeightPublisher(bus_name, source) as publisher, WeightSubscriber(bus_name) as subscriber:
         publisher.publish(1)
-        with torch.no_grad():
-            module.weight[2, 2] = 70_000
-        with pytest.raises(WeightsError, match=r"'weight' has 70000"):
+        head[0] = value
+        with pytest.raises(WeightsError, match="'w' has"):
             publisher.publish(2)
         with subscriber.latest(timeout=10.0) as weights:
-            assert weights.version == 1 and weights["weight"].isfinite().all()
-
-
-@pytest.mark.parametrize("rounding", ["up", None, 1])
-def test_an_unknown_rounding_is_refused_by_name(rounding: object) -> None:
-    with pytest.raises((TypeError, ValueError), match="rounding"):
-        ModuleSource(master(1), dtype=torch.bfloat16, rounding=rounding)  # type: ignore[arg-type]
-    with pytest.raises((TypeError, ValueError), match="rounding"):
-        ShardedSource(list, rounding=rounding)  # type: ignore[arg-type]
+            assert weights.version == 1 and float(weights["w"][0]) == 1.0

@@ -15,6 +15,7 @@ from shmbus.weights import (
     LoraFiles,
     ModuleSource,
     ParamMeta,
+    ShardedSource,
     Slice,
     WeightPublisher,
     WeightSubscriber,
@@ -109,6 +110,11 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (files("a/b"), "ValueError: letters, digits"),
     (files(keep=0), "ValueError: at least 1"),
     (files(config={}), "WeightsError: peft_type, r, target_modules is missing"),
+    *(
+        (lambda g, f=make, r=wrong: f(many(1), rounding=r), f"{kind}: rounding")  # type: ignore[misc]
+        for make in (ModuleSource, ShardedSource)
+        for wrong, kind in (("up", "ValueError"), (None, "TypeError"), (1, "TypeError"))
+    ),
     (lambda g: patch_share(-0.1), "ValueError: patches: expected"),
     (lambda g: patch_share(1.5), "ValueError: patches: expected"),
     (lambda g: patch_share("yes"), "TypeError: patches: expected"),  # type: ignore[arg-type]

@@ -286,19 +286,21 @@ def test_a_failing_source_undoes(publishers: MakePublisher, subscriber: WeightSu
     assert not publisher.publish(version=3).skipped
 
 
-def test_a_source_whose_model_changed_is_refused(publishers: MakePublisher) -> None:
+@pytest.mark.parametrize("kind", ["late", "shape", "gone", "tied", "tied to another"])
+def test_each_rank_refuses_a_changed_model(kind: str, publishers: MakePublisher) -> None:
     model = many(3)
-    publisher = publishers(model)
-    model.register_parameter("late", torch.nn.Parameter(torch.zeros(3)))
-    with pytest.raises(WeightsError, match="'late' is not in the manifest"):
+    model.register_parameter("head", model.p0)
+    publisher = publishers(ModuleSource(model))
+    wider = torch.nn.Parameter(torch.zeros(50, 50))
+    changes = {"late": wider, "shape": wider, "tied": model.p0, "tied to another": model.p2}
+    name = {"late": "late", "tied to another": "head"}.get(kind, "p1")
+    setattr(model, name, changes.get(kind))
+    with pytest.raises(ManifestError) as caught:
         publisher.publish(version=1)
-    del model.late
-    model.p1 = torch.nn.Parameter(torch.zeros(50, 50, dtype=torch.bfloat16))
-    with pytest.raises(WeightsError, match="'p1': a piece of shape"):
-        publisher.publish(version=1)
-    del model.p1
-    with pytest.raises(WeightsError, match="the source gave"):
-        publisher.publish(version=1)
+    assert [fault.split(":")[0] for fault in caught.value.faults] == [repr(name)]
+    for rank in range(2):
+        with pytest.raises(ManifestError):
+            list(publisher._source.iter_local(rank, 2))
 
 
 def test_what_is_closed_says_so(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:

@@ -80,10 +80,11 @@ def _is_written(dtype: torch.dtype) -> bool:
 
 
 class CheckpointPlace(NamedTuple):
-    """Place of a version on disk."""
+    """Place of a version on disk; sorts by the order of publication."""
 
-    path: Path
+    sequence: int
     version: int
+    path: Path
 
 
 class CheckpointWriter:
@@ -119,8 +120,8 @@ class CheckpointWriter:
         """Write, sync, rename, swap the link, and remove old versions."""
         from safetensors import SafetensorError
 
-        numbers = [number for number, _ in _published(self._directory)]
-        name = f"version-{version}-{max(numbers, default=0) + 1:08}"
+        there = _published(self._directory)
+        name = f"version-{version}-{there[-1].sequence + 1 if there else 1:08}"
         said = base64.b64encode(self._manifest.encode()).decode()
         metadata = {"shmbus": said, "version": str(version), "text": text}
         fresh = self._directory / f".new-{secrets.token_hex(4)}"
@@ -140,8 +141,8 @@ class CheckpointWriter:
                     f"{newest or 'nothing'} is in force there"
                 ) from error
             raise
-        for _, old in _published(self._directory)[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        for old in _published(self._directory)[: -self._keep]:
+            shutil.rmtree(old.path, ignore_errors=True)
 
     def _write(
         self,
@@ -297,21 +298,14 @@ class CheckpointReader:
 
     def at(self, version: int) -> CheckpointVersion:
         """Return a surviving version, not necessarily the newest."""
-        names: list[str] = []
-        with contextlib.suppress(FileNotFoundError):  # created later by its publisher
-            names = os.listdir(self._directory)
-        there = {
-            (int(found[1]), int(found[2])): self._directory / name
-            for name in names
-            if (found := _NAME.fullmatch(name))
-        }
-        sequence = max((of for number, of in there if number == version), default=None)
-        if sequence is None:
+        there = _published(self._directory)
+        found = [place for place in there if place.version == version]
+        if not found:
             raise WaitTimeoutError(
                 f"{self._directory}: version {version} is not there; there are: "
-                f"{', '.join(str(number) for number, _ in sorted(there)) or 'none'}"
+                f"{', '.join(str(place.version) for place in there) or 'none'}"
             )
-        return CheckpointVersion(there[version, sequence], sequence)
+        return CheckpointVersion(found[-1].path, found[-1].sequence)
 
     def removed(self) -> bool:
         """Return False: every poll looks up the directory anew."""
@@ -363,23 +357,16 @@ def checkpoint_reader(options: ReaderOptions) -> CheckpointReader:
 
 def newest_checkpoints(directory: Path) -> tuple[CheckpointPlace, CheckpointPlace | None]:
     """Return the version behind `latest`, and the version published before it."""
-    newest = (
-        directory / os.readlink(directory / _LINK) if (directory / _LINK).is_symlink() else None
-    )
-    there = [path for _, path in _published(directory)] if newest is not None else []
-    if newest is None or newest not in there:
+    newest = _newest_in(directory)
+    there = _published(directory)
+    names = [place.path.name for place in there]
+    if newest not in names:
         raise WeightsError(
             f"{directory}: expected the link {_LINK!r} to a version, as a WeightPublisher with "
             "carrier='checkpoint' makes it; publish first. Nothing was touched"
         )
-    older = there[: there.index(newest)]
-    return _place(newest), _place(older[-1]) if older else None
-
-
-def _place(path: Path) -> CheckpointPlace:
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
-    return CheckpointPlace(path=path, version=int(found[1]))
+    at = names.index(newest)
+    return there[at], there[at - 1] if at else None
 
 
 def _newest_in(directory: Path) -> str:
@@ -409,9 +396,13 @@ def _locked(directory: Path) -> LockedFile:
     return file
 
 
-def _published(directory: Path) -> list[tuple[int, Path]]:
-    found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match[2]), path) for match, path in found)
+def _published(directory: Path) -> list[CheckpointPlace]:
+    """List a directory's versions in the order of publication."""
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError):  # created later by its publisher
+        names = os.listdir(directory)
+    found = filter(None, map(_NAME.fullmatch, names))
+    return sorted(CheckpointPlace(int(of[2]), int(of[1]), directory / of[0]) for of in found)
 
 
 def _payload_bytes(said: bytes) -> int:
