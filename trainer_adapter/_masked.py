@@ -20,6 +20,7 @@ __all__ = [
     "bounded_ratio",
     "by_sequence",
     "check_operands",
+    "check_tensors",
     "log_ratio",
     "real",
     "sent",
@@ -75,13 +76,17 @@ def sent(name: str, logprobs: Tensor | None) -> Tensor:
     return logprobs
 
 
-def check_operands(loss_mask: Tensor, **operands: Tensor) -> None:
-    for name, operand in {"loss_mask": loss_mask, **operands}.items():
-        if not isinstance(operand, Tensor):
+def check_tensors(**given: object) -> None:
+    """Raise TypeError for the first argument that is no tensor."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
             raise TypeError(
-                f"{name}: expected a torch.Tensor, got {type(operand).__name__}; "
-                "use torch.as_tensor"
+                f"{name}: expected a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
             )
+
+
+def check_operands(loss_mask: Tensor, **operands: Tensor) -> None:
+    check_tensors(loss_mask=loss_mask, **operands)
     if loss_mask.dtype != torch.bool:
         raise TypeError(
             f"loss_mask: expected torch.bool, got {loss_mask.dtype}; convert with .bool()"

@@ -23,6 +23,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from trainer_adapter._masked import check_tensors
+
 __all__ = ["HuggingFaceStorageReader", "pad_input", "unpad_input"]
 
 
@@ -99,11 +101,11 @@ def unpad_input(
     Signature and results equal flash-attn 2.7, https://github.com/Dao-AILab/flash-attention. The
     host waits for the device once, to learn T and `max_seqlen`.
     """
-    _check_tensors(hidden=hidden, attention_mask=attention_mask)
+    check_tensors(hidden=hidden, attention_mask=attention_mask)
     tokens = _checked_mask(attention_mask, hidden, "attention_mask")
     packed_places = tokens
     if unused_mask is not None:
-        _check_tensors(unused_mask=unused_mask)
+        check_tensors(unused_mask=unused_mask)
         packed_places = tokens | _checked_mask(unused_mask, hidden, "unused_mask")
     lengths = packed_places.sum(dim=1, dtype=torch.int32)
     seqused = tokens.sum(dim=1, dtype=torch.int32)
@@ -147,7 +149,7 @@ def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tenso
     -----
     Signature and result equal flash-attn, https://github.com/Dao-AILab/flash-attention.
     """
-    _check_tensors(hidden=hidden, indices=indices)
+    check_tensors(hidden=hidden, indices=indices)
     batch, seqlen = _checked_size("batch", batch), _checked_size("seqlen", seqlen)
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(
@@ -162,12 +164,6 @@ def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tenso
         hidden, indices.long(), batch * seqlen
     )
     return placed.unflatten(0, (batch, seqlen))  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _check_tensors(**given: object) -> None:
-    for name, value in given.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
 
 
 def _checked_size(name: str, value: Any) -> Any:

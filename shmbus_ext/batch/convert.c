@@ -161,14 +161,16 @@ uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n) {
     return at;
 }
 
-WIDEST bool gather_any_not_finite(const float *values, uint64_t n) {
-    uint32_t found = 0;
+WIDEST bool gather_finite_f32(float *dst, const uint8_t *mask, uint64_t n) {
+    uint32_t wrong = 0;
     for (uint64_t i = 0; i < n; i++) {
         uint32_t bits;
-        memcpy(&bits, &values[i], sizeof bits);
-        found |= (uint32_t)((bits & EXPONENT_F32) == EXPONENT_F32);
+        memcpy(&bits, &dst[i], sizeof bits);
+        const bool not_finite = (bits & EXPONENT_F32) == EXPONENT_F32;
+        wrong |= (uint32_t)(not_finite && mask[i] != 0);
+        dst[i] = not_finite && mask[i] == 0 ? 0.0f : dst[i];
     }
-    return found != 0;
+    return wrong == 0;
 }
 
 /* WRONG(value): zero for 0 and 1. In the element's own type, a vector holds the most elements. */

@@ -52,7 +52,8 @@ void gather_mask_f32(float *dst, const uint8_t *mask, uint64_t n);
 /* The index of the first value above the range of int64; n if every value fits. */
 uint64_t gather_find_beyond_i64(const uint64_t *values, uint64_t n);
 
-bool gather_any_not_finite(const float *values, uint64_t n);
+/* Replaces infinity and NaN by 0 for a mask of 0; returns true if every other value is finite. */
+bool gather_finite_f32(float *dst, const uint8_t *mask, uint64_t n);
 /* Returns true if a value differs from 0 and 1. */
 bool gather_any_no_flag(const void *values, enum element_kind kind, uint64_t n);
 /* Rounding may lift a logprob above 0, though not this far. */

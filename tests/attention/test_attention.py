@@ -266,15 +266,19 @@ def test_operands_may_be_views_of_a_fused_projection(seed: int) -> None:
     assert_close(packed(views, (-1, 0)), packed(case, (-1, 0)))
 
 
-def test_a_scale_of_ones_own_replaces_the_default(seed: int) -> None:
+@pytest.mark.parametrize("scale", [3.0, 0.0, -0.3])
+def test_a_scale_of_ones_own_replaces_the_default(scale: float, seed: int) -> None:
     case = make_case([(5, 5), (8, 3)], (2, 2), seed)
-    scaled = Case(case.q * 3.0 * math.sqrt(HEAD_DIM), *case[1:])
-    assert_close(packed(case, (-1, 0), scale=3.0), one_by_one(scaled, (-1, 0), by_hand))
+    scaled = Case(case.q * scale * math.sqrt(HEAD_DIM), *case[1:])
+    assert_close(packed(case, (-1, 0), scale=scale), one_by_one(scaled, (-1, 0), by_hand))
 
 
-def test_int64_borders_and_longest_lengths_with_slack_are_fine(seed: int) -> None:
+def test_int64_borders_in_a_rewritten_array_and_longest_lengths_with_slack(seed: int) -> None:
     case = make_case([(5, 5), (2, 2)], (2, 2), seed)
-    cu = borders(case.n_q).long()
+    edges = np.array([0, 3, 7])
+    cu = torch.from_numpy(edges)
+    varlen_attention(*case[:3], cu, cu, 100, 100, window_size=(-1, 0))
+    edges[:] = borders(case.n_q)
     out = varlen_attention(*case[:3], cu, cu, 100, 100, window_size=(-1, 0))
     assert_close(out, packed(case, (-1, 0)))
 

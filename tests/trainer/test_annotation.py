@@ -89,6 +89,8 @@ def test_columns_reach_the_sample(bus: Bus, producer: Producer, layout: Any, pre
             TypeError,
             "column 'x': sample 1: expected numbers, got <U1",
         ),
+        ({"x": [np.ones(3), [[1], 2]]}, TypeError, "column 'x': expected arrays of numbers: "),
+        ({"x": [np.ones(3), np.ones(5, "g")]}, TypeError, "expected numbers, got float128"),
         (
             {"x": [np.ones(3), np.ones(5, np.float32)]},
             ValueError,

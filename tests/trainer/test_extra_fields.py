@@ -274,20 +274,17 @@ def test_a_group_that_does_not_fit_is_malformed_and_costs_no_other(
         assert handler.stats().dropped == {"malformed": 1 + sibling}
 
 
-@pytest.mark.parametrize("dtype", [">i4", "<U2", "M8[s]"])
-def test_a_dtype_that_torch_lacks_is_refused(bus: Bus, producer: Producer, dtype: str) -> None:
-    put(producer, "a", [{"tokens": np.arange(2), "x": np.zeros(2, np.dtype(dtype))}])
-    with Consumer(bus.name) as consumer, pytest.raises(ValueError, match="a dtype that torch has"):
-        pack(consumer.take(1, 10), extra_fields={"x": "token"})
-
-
-def test_a_declared_shape_is_required_of_the_first_sample_too(bus: Bus, producer: Producer) -> None:
-    put(producer, "a", [{"tokens": np.arange(2), "x": np.zeros((2, 3), np.uint8)}])
-    wanted = {"x": ExtraField(kind="token", shape=(48, 8))}
-    with Consumer(bus.name) as consumer:
-        groups = consumer.take(1, 10)
-        with pytest.raises(ValueError, match=r"expected rows of shape \(48, 8\).*got \(3,\)"):
-            pack(groups, extra_fields=wanted)
+@pytest.mark.parametrize(
+    ("x", "shape", "message"),
+    [(np.zeros(2, dtype), None, "a dtype that torch has") for dtype in (">i4", "<U2", "M8[s]")]
+    + [(np.zeros((2, 3), np.uint8), (48, 8), r"expected rows of shape \(48, 8\).*got \(3,\)")],
+)
+def test_the_first_sample_needs_a_dtype_of_torch_and_the_declared_shape(
+    bus: Bus, producer: Producer, x: Any, shape: Any, message: str
+) -> None:
+    put(producer, "a", [{"tokens": np.arange(2), "x": x}])
+    with Consumer(bus.name) as consumer, pytest.raises(ValueError, match=message):
+        pack(consumer.take(1, 10), extra_fields={"x": ExtraField(kind="token", shape=shape)})
 
 
 def test_a_batch_pickles_without_groups_and_memory(bus: Bus, samples: list[dict[str, Any]]) -> None:

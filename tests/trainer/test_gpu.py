@@ -52,6 +52,7 @@ def random_sample(rng: np.random.Generator, longest: int, fields: Sequence[str])
         given["logprobs"] = -rng.random(n).astype(rng.choice(floats))
     if "advantages" in fields:
         given["advantages"] = rng.random(n).astype(rng.choice(floats))
+        given["advantages"][given.get("loss_mask", np.ones(n)) == 0] = rng.choice([np.nan, 0.5])
     if rng.random() < 0.2:
         given["meta"] = {"finish_reason": "length", "set_advantage_to_zero": True}
     return given

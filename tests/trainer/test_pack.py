@@ -101,14 +101,18 @@ def test_a_logprob_that_is_not_finite_is_found(bus: Bus, producer: Producer, see
             pack(taken)
 
 
-def test_logprobs_outside_the_mask_are_zero(bus: Bus, producer: Producer) -> None:
-    logprobs = np.array([np.nan, -1.0, np.inf, -2.0, -np.inf], np.float32)
+def test_values_outside_the_mask_never_reach_a_loss(bus: Bus, producer: Producer) -> None:
+    values = np.array([np.nan, -1.0, np.inf, -2.0, -np.inf], np.float32)
     mask = np.array([0, 1, 0, 1, 0], np.uint8)
-    put(producer, "a", [{"tokens": np.arange(5), "loss_mask": mask, "logprobs": logprobs}])
+    group = {"tokens": np.arange(5), "loss_mask": mask, "logprobs": values, "advantages": values}
+    cut = {**group, "loss_mask": np.ones(5), "meta": {"finish_reason": "length"}}
+    put(producer, "a", [group, cut])
     with Consumer(bus.name) as consumer:
-        batch = pack(consumer.take(1, 10))
-        assert batch.logprobs.tolist() == [0.0, -1.0, 0.0, -2.0, 0.0]
-        assert not torch.signbit(batch.logprobs[[0, 2, 4]]).any()
+        batch = pack(consumer.take(1, 10), truncated="mask")
+        for found in (batch.logprobs, batch.advantages[:5]):
+            assert found[:5].tolist() == [0.0, -1.0, 0.0, -2.0, 0.0]
+            assert not torch.signbit(found[~batch.loss_mask[: len(found)]]).any()
+        assert batch.advantages.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])

@@ -59,6 +59,7 @@ REFUSED: list[tuple[Call, str]] = [
     (packed(truncated="cut"), "ValueError: truncated: expected .*'cut'"),
     (packed(advantages="ppo"), "ValueError: advantages: expected .*'ppo'"),
     (packed(device="cuda:99"), "ValueError: device: expected .*'cuda:99'"),
+    (lambda g: g.batch.to(torch.bfloat16), "TypeError: device: expected .*got dtype"),
     (packed(fields={}), "TypeError: fields: expected FieldNames, got dict"),
     (lambda g: pack([]), "ValueError: at least one group, got none"),
     (handler(world_size=2, truncated="drop"), "ValueError: truncated: .*several ranks, got 'drop'"),
@@ -69,6 +70,10 @@ REFUSED: list[tuple[Call, str]] = [
         for options, said in (
             ({"kind": "token", "fill": 0}, "ValueError: expected a dtype beside fill"),
             ({"kind": "token", "dtype": "flot32"}, "ValueError: one of torch's"),
+            (
+                {"kind": "token", "fill": 300, "dtype": "int8"},
+                "ValueError: fits torch.int8, got",
+            ),
             ({"kind": "meta", "dtype": "int64"}, "ValueError: no dtype and no shape"),
             ({"kind": "token", "shape": (-1,)}, "TypeError: a tuple of sizes"),
         )

@@ -13,6 +13,7 @@ from typing import Any, Final, SupportsIndex, cast
 import torch
 from torch import Tensor
 
+from trainer_adapter._masked import check_tensors
 from trainer_adapter.attention.plan import UNLIMITED, Window
 
 __all__ = [
@@ -57,13 +58,9 @@ class Call:
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     """Raise TypeError or ValueError for mismatched operands."""
+    check_tensors(q=q, k=k, v=v)
     is_cast = _autocast_dtype(q) is not None
     for name, operand in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(operand, Tensor):
-            raise TypeError(
-                f"{name}: expected a torch.Tensor, got {type(operand).__name__}; "
-                "use torch.as_tensor"
-            )
         if operand.dim() != 3:
             raise ValueError(
                 f"{name}: expected a packed [tokens, heads, head_dim], got shape "
@@ -112,9 +109,9 @@ def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _autocast_dtype(q: object) -> torch.dtype | None:
+def _autocast_dtype(q: Tensor) -> torch.dtype | None:
     """Return the dtype of autocast, None while off."""
-    if not isinstance(q, Tensor) or q.device.type not in ("cpu", "cuda"):
+    if q.device.type not in ("cpu", "cuda"):
         return None
     kind = q.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

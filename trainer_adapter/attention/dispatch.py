@@ -135,9 +135,9 @@ def _run_sdpa(
 def _checked_lengths(borders: Tensor, tokens: int, longest: int, name: str) -> IntArray:
     """Bring the borders to the host, check them, and return the lengths [S]."""
     # The host waits for the device once a batch, not in every layer: the lengths are cached on the
-    # tensor until a write to it.
+    # tensor until a write to it. On the host an array may share the memory, and writes uncounted.
     kept: tuple[int, int, IntArray] | None = getattr(borders, "_shmbus_lengths", None)
-    version = -1 if borders.is_inference() else borders._version
+    version = -1 if borders.is_inference() or _is_readable(borders) else borders._version
     if kept is None or kept[:2] != (version, tokens) or version < 0:
         edges = borders.detach().to("cpu", torch.int64).numpy()
         lengths: IntArray = np.diff(edges)

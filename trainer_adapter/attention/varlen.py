@@ -141,12 +141,16 @@ def varlen_attention(
     check_flag("return_lse", return_lse)
     check_operands(q, k, v, enable_gqa)
     q, k, v = as_autocast(q, k, v)
+    factor = checked_scale(scale, q.shape[-1])
+    if factor <= 0:
+        # Under a causal mask SDPA gives nan for such a scale.
+        q, scale, factor = q * factor, 1.0, 1.0
     call = Call(
         cu_seqlens_q,
         cu_seqlens_k,
         checked_max(max_q, "max_q"),
         checked_max(max_k, "max_k"),
-        checked_scale(scale, q.shape[-1]),
+        factor,
         checked_window(window_size),
     )
     check_borders(cu_seqlens_q, cu_seqlens_k)

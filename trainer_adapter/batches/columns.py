@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter.batches.extra_fields import ExtraFields, declared_dtype
+from trainer_adapter.batches.extra_fields import ExtraFields
 from trainer_adapter.batches.finite import SampleError
 from trainer_adapter.batches.rows import RowSplit, selected
 
@@ -52,10 +52,13 @@ def check_columns(
                 f"{len(values)}"
             )
         kind = column_kind(wanted, name)
-        found[name] = [as_array(one) for one in values]
+        try:
+            found[name] = [as_array(one) for one in values]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{_of(group, name)}: expected arrays of numbers: {error}") from error
         for t, one in zip(samples, found[name], strict=True):
             rows = t.shape(tokens)[0]
-            if one.dtype.kind not in "biuf":
+            if one.dtype.kind not in "biuf" or one.dtype.itemsize > 8:
                 raise TypeError(
                     f"{_of(group, name)}: sample {t.index}: expected numbers, got {one.dtype}"
                 )
@@ -79,7 +82,7 @@ def as_array(one: Any) -> NDArray[Any]:
 def column_kind(wanted: ExtraFields, name: str) -> str:
     """Return the kind of a column: its kind in `extra_fields`, or "token"."""
     declared = wanted.declared(name)
-    kind = "token" if declared is None else declared.kind
+    kind = "token" if declared is None else declared[0].kind
     if kind not in ("token", "sequence"):
         raise ValueError(
             f"extra_fields: {name!r}: expected 'token' or 'sequence' of a column that "
@@ -126,7 +129,7 @@ def column_tensors(
                     )
         values = torch.from_numpy(np.concatenate(arrays) if kind == "token" else np.stack(arrays))
         declared = wanted.declared(name)
-        values = values.to(loss_mask.device, None if declared is None else declared_dtype(declared))
+        values = values.to(loss_mask.device, None if declared is None else declared[1])
         if kind == "sequence" and rows is not None:
             values = selected(values, rows.sample_of)
         extra[name] = values

@@ -237,9 +237,10 @@ class ExtraFields:
         """The producers' names of the "support" fields, by the batch's."""
         return {one.name: one.source for one in self._arrays if one.given.kind == "support"}
 
-    def declared(self, name: str) -> ExtraField | None:
-        """Return the declaration of a name of the batch, if any."""
-        return next((one.given for one in (*self._arrays, *self._metas) if one.name == name), None)
+    def declared(self, name: str) -> tuple[ExtraField, torch.dtype | None] | None:
+        """Return the declaration of a name of the batch and its dtype there, if any."""
+        fields = (*self._arrays, *self._metas)
+        return next(((one.given, one.target) for one in fields if one.name == name), None)
 
     @property
     def sources(self) -> list[str]:
@@ -364,6 +365,14 @@ def _checked(name: object, given: object) -> _Field:
             f"extra_fields: {name!r}: expected a dtype beside fill, got none; a batch may have no "
             'sample with the field: ExtraField(kind="token", fill=0, dtype="float32")'
         )
+    if field.kind != "meta" and field.optional:
+        try:
+            torch.empty(1, *(field.shape or ()), dtype=target, device="cpu")[:] = field.fill
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"extra_fields: {name!r}: expected a fill that fits {target}, got {field.fill!r}: "
+                f"{error}"
+            ) from error
     return _Field(name, field, target)
 
 
@@ -377,11 +386,6 @@ def _checked_dtype(name: str, field: ExtraField) -> torch.dtype | None:
             '"float32" or torch.float32 for instance'
         )
     return found
-
-
-def declared_dtype(field: ExtraField) -> torch.dtype | None:
-    """Return the dtype of the batch's tensor, None for the record's."""
-    return _checked_dtype("", field)
 
 
 def _column(

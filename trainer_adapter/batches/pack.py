@@ -284,13 +284,8 @@ def pack(
         Leased, of one Consumer.
     advantages : "grpo" | "dr_grpo" | "rloo" | "batch" | "batch_std" | "none" or callable
         As for `group_advantages`; token-level advantages sent by a producer win.
-    layout : "packed" | "padded" | "prefix"
-        "packed": every sequence in one row, with borders in `Batch.cu_seqlens`. "padded": a row per
-        sequence, padded to the longest. "prefix": packed, with `Batch.prefix_tree`.
-    device : torch.device or str
-        Device of the batch's tensors.
-    fields : FieldNames, optional
-        Producers' names of the arrays.
+    layout, device, fields
+        As for `OnlineDataHandler`.
     memory : BatchMemory, optional
         The pool for the batch's memory; by default new memory.
     truncated : "keep" | "mask" | "exclude"

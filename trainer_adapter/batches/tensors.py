@@ -12,6 +12,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
+from trainer_adapter._arguments import check_device
+
 __all__ = ["TensorHolder", "TensorParts", "indexable"]
 
 PartsT = TypeVar("PartsT", bound="TensorParts")
@@ -49,7 +51,7 @@ class TensorParts:
         Parameters
         ----------
         device : torch.device, str or int
-            As for `torch.Tensor.to`.
+            As for `torch.Tensor.to`; a dtype is a TypeError, an absent device a ValueError.
         non_blocking : bool
             Do not wait for copies from pinned memory; see `pin_memory`. Keep the original until the
             copies finish.
@@ -59,7 +61,8 @@ class TensorParts:
         Batch, MicroBatch or PrefixTree
             Of the same sequences. Tensors already on the device are not copied.
         """
-        return self._with(lambda one: one.to(device, non_blocking=non_blocking))
+        place = check_device(device)
+        return self._with(lambda one: one.to(place, non_blocking=non_blocking))
 
     def pin_memory(self: PartsT, device: torch.device | str | None = None) -> PartsT:
         """Return a copy with its tensors in pinned memory; a DataLoader calls this.

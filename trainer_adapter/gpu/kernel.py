@@ -219,6 +219,8 @@ def pack_records(
         gains = tl.zeros([CHUNK], dtype=tl.float32) + tl.where(zeroed, 0.0, gain)
         if HAS_ADVANTAGES:
             gains = tl.where(zeroed, 0.0, own.to(tl.float32))
-            if tl.max((inside & ((gains - gains) != 0.0)).to(tl.int32)) != 0:
+            bad = inside & ((gains - gains) != 0.0)
+            if tl.max((bad & trained).to(tl.int32)) != 0:
                 tl.store(found + 2, 1)
+            gains = tl.where(bad & (trained == 0), 0.0, gains)
         tl.store(advantages + at, gains, mask=inside)

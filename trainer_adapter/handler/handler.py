@@ -141,9 +141,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         Write a line of progress to stderr, or to a file, now and then. ``handler.progress.line``
         holds the current line in any case.
     extra_fields : dict of str to kind or ExtraField, optional
-        Further fields for `Batch.extra`: "token" (a row per token), "ragged" (rows joined),
-        "sequence" (an array per sample, stacked) or "meta" (a value of the meta). `ExtraField` sets
-        dtype, shape, and a fill for a sample without the field; else such a group is malformed.
+        Further fields for `Batch.extra`, by the kinds of `ExtraField`.
     pack_threads : int, optional
         Threads for copying a batch on the host, the packing thread included; by default a fourth of
         this rank's processors, at most 4. They start and end with the copy.
@@ -649,7 +647,9 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         # A copy on another device shares the list of the original.
         if out is not None and out.groups is batch.groups:
             return
-        if all(group.state == "acknowledged" for group in batch.groups):
+        if not batch.groups:
+            why = "it is a copy without groups, as by pickle; end the original, which is in out"
+        elif all(group.state == "acknowledged" for group in batch.groups):
             why = "it was acknowledged already"
         else:
             why = "it was given back already, or another handler yielded it"
@@ -669,14 +669,8 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
 
         Parameters
         ----------
-        instance_id : str or int
-            The prompt's key.
-        round : int, optional
-            Repetition number of the prompt.
-        split : str, default "train"
-            Purpose of the group.
-        **more
-            Further arguments of `shmbus.Consumer.request`, including the prompt's fields.
+        instance_id, round, split, **more
+            As for `shmbus.Consumer.request`.
 
         Returns
         -------
@@ -755,10 +749,8 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         ----------
         split : str, default "eval"
             Split given to `request` or `shmbus.Producer.put`.
-        max_groups : int, default 64
-            Upper limit of groups.
-        timeout : float, optional
-            Seconds to wait for the first: None waits for ever, 0 does not wait.
+        max_groups, timeout
+            As for `shmbus.Consumer.take`.
 
         Returns
         -------
@@ -898,11 +890,6 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         ------
         TypeError, BusClosedError
             `figures` is of another type; the handler is closed.
-
-        Examples
-        --------
-        >>> figures = logprob_mismatch(logprobs, batch, at_engine_dtype=low)
-        >>> handler.note_mismatch(figures, engine=torch.bfloat16, trainer=torch.float32)
         """
         if not isinstance(figures, LogprobMismatch):
             raise TypeError(

@@ -64,7 +64,7 @@ static bool copy_logprobs(const struct copy_job *to, uint32_t sequence, uint64_t
     return !gather_any_no_logprob(to->logprobs + at, n);
 }
 
-/* Copy a block's advantages; true if finite. */
+/* Copy a block's advantages; true if finite under the mask. */
 static bool copy_advantages(const struct copy_job *to, uint32_t sequence, uint64_t from,
                             uint64_t at, uint64_t n) {
     const struct source *source = &to->sources[sequence];
@@ -75,10 +75,10 @@ static bool copy_advantages(const struct copy_job *to, uint32_t sequence, uint64
     }
     if (own == NULL) {
         gather_fill_f32(to->advantages + at, to->gains[sequence], n);
-        return !gather_any_not_finite(&to->gains[sequence], 1);
+        return isfinite(to->gains[sequence]);
     }
     gather_f32(to->advantages + at, own, source->kinds[FIELD_ADVANTAGES], n);
-    return !gather_any_not_finite(to->advantages + at, n);
+    return gather_finite_f32(to->advantages + at, to->mask + at, n);
 }
 
 static bool is_plain(const struct source *source) {
@@ -104,7 +104,7 @@ static bool copy_plain_block(const struct copy_job *to, uint32_t sequence, uint6
         .first = (int64_t)from,
         .advantage = to->gains[sequence],
     };
-    return gather_plain(&these, n) && !gather_any_not_finite(&these.advantage, 1);
+    return gather_plain(&these, n) && isfinite(these.advantage);
 }
 
 static bool copy_block(const struct copy_job *to, uint32_t sequence, uint64_t from, uint64_t n) {

@@ -65,7 +65,7 @@ static bool look_up(struct lookup *lookup, TrajectoryObject *t, PyObject *const 
         if (!numeric) {
             return py_field_error(t, names[f],
                                f == FIELD_TOKENS ? "an integer dtype"
-                               : f == FIELD_MASK ? "a boolean or numeric dtype"
+                               : f == FIELD_MASK ? "a boolean or numeric dtype, no half precision"
                                                  : "float32 or float64",
                                py_dtype_text(t->schema->dtypes[at]));
         }
