@@ -55,7 +55,7 @@ def frame(watcher: Watcher) -> str:
     )
 
 
-def fitted(text: str, rows: int, columns: int) -> list[str]:
+def fitted(text: str, columns: int, rows: int) -> list[str]:
     """Return the lines that fit a terminal, sentences wrapped; the last line counts the rest."""
     sentences, _, tables = text.partition("\n\n")
     wrapper = textwrap.TextWrapper(columns, break_on_hyphens=False)
@@ -79,8 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt), _screen():
         while not _quits(arguments.interval):
             watcher.poll()
-            size = shutil.get_terminal_size()
-            lines = fitted(frame(watcher), size.lines, size.columns)
+            lines = fitted(frame(watcher), *shutil.get_terminal_size())
             print("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[J", end="", flush=True)
     return 0
 

@@ -1,19 +1,11 @@
 """Segments that go with a bus, such as the demo's weights: nothing takes one for a bus."""
 
-from typing import Any
-
 import pytest
 from operators import cli
 
 import shmbus
 from shmbus.segment.names import bus_names, companion_name, parse_companion
 from trainer_adapter.demo.worker import WeightsChannel
-
-
-def found(name: str) -> list[dict[str, Any]]:
-    rows = cli("gc", name, "--json").json()
-    assert isinstance(rows, list)
-    return rows
 
 
 def test_weights_are_not_listed_as_a_bus_and_gc_names_both_together(bus_name: str) -> None:
@@ -23,7 +15,8 @@ def test_weights_are_not_listed_as_a_bus_and_gc_names_both_together(bus_name: st
         rows = cli("list", "--json").json()
         assert bus_name not in [row["name"] for row in rows]  # type: ignore[index, union-attr, call-overload]
         with shmbus.Bus.create(bus_name, "1MiB"):
-            assert {row["kind"] for row in found(bus_name)} == {"segment", "companion"}
+            rows = cli("gc", bus_name, "--json").json()
+            assert {row["kind"] for row in rows} == {"segment", "companion"}  # type: ignore[index, union-attr, call-overload]
     finally:
         weights.close()
 

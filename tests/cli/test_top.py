@@ -165,10 +165,10 @@ def test_a_frame_fits_and_counts_omissions(bus_name: str, producers: int) -> Non
         text = frame(watcher)
     assert "\x1b" not in text
     whole = text.splitlines()
-    narrow = fitted(text, 200, 30)[: -len(whole) + 3]
+    narrow = fitted(text, 30, 200)[: -len(whole) + 3]
     assert max(map(len, narrow)) <= 30 and " ".join(narrow).split() == " ".join(whole[:3]).split()
     for rows in (1, 16, 24, 60, 200):
-        lines = fitted(text, rows, 200)
+        lines = fitted(text, 200, rows)
         if len(whole) <= rows:
             assert lines == whole
         else:
