@@ -6,17 +6,17 @@ import argparse
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
 from shmbus.base.near_names import near
 from shmbus.segment.names import check_name
 
+T = TypeVar("T")
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-#: Minimum similarity of a word and its suggested command, from 0 to 1: "stats" and "status" share
-#: 0.91.
+#: Minimum similarity to a suggested command, from 0 to 1: "stats" and "status" share 0.91.
 _ALIKE: Final = 0.6
 
 #: Names used by other programs.
@@ -53,12 +53,19 @@ def add_command(
     return parser
 
 
-def bus_name(text: str) -> str:
-    """Take a bus name from the command line; an impossible name is a usage error."""
-    try:
-        return check_name(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def checked(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Make a type of options; a `ValueError` of `read` is a usage error."""
+
+    def take(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return take
+
+
+bus_name: Final = checked(check_name)
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     total = (arguments.train or 1) + (arguments.infer or 1) + SPARE
     if total > 1 + 1e-9:
         print(
-            f"shmbus colocate: expected --stop, or --train and --infer that are with {SPARE:.2f} "
-            f"to spare at most 1, got {arguments.train} and {arguments.infer}",
+            "shmbus colocate: expected --stop, or --train and --infer with a sum of at most "
+            f"{1 - SPARE:.2f}, got {arguments.train} and {arguments.infer}",
             file=sys.stderr,
         )
         return 2

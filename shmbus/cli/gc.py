@@ -55,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
         found += leftovers.foreign()
     else:
         found = [leftover for leftover in found if leftover.name in names]
-    chosen = [leftover for leftover in found if _chosen(leftover, arguments.keep_data)]
+    chosen = [leftover for leftover in found if leftover.verdict == "removable"]
+    if arguments.keep_data:
+        chosen = [leftover for leftover in chosen if leftover.undelivered == 0]
     if arguments.json:
         print_json([_for_json(leftover) for leftover in found])
     else:
@@ -65,14 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"shmbus gc: there is no file of a bus {printable(name)!r}; `shmbus gc` lists all",
             file=sys.stderr,
         )
-    failed = bool(unknown)
-    if arguments.yes:
-        failed = not _remove(chosen, quiet=arguments.json) or failed
-    return 1 if failed else 0
-
-
-def _chosen(leftover: leftovers.Leftover, keep_data: bool) -> bool:
-    return leftover.verdict == "removable" and (not keep_data or leftover.undelivered == 0)
+    removed = not arguments.yes or _remove(chosen, quiet=arguments.json)
+    return 0 if removed and not unknown else 1
 
 
 def _for_json(leftover: leftovers.Leftover) -> dict[str, object]:
@@ -103,12 +99,10 @@ def _print(found: list[leftovers.Leftover], chosen: list[leftovers.Leftover], ye
 
 
 def _loss(leftover: leftovers.Leftover) -> str:
-    if leftover.kind != "segment" or leftover.verdict != "removable":
-        return ""
-    if leftover.undelivered is None:
+    if leftover.verdict != "removable" or leftover.undelivered is None:
         return ""
     if leftover.undelivered == 0:
-        return "; nothing undelivered in it"
+        return "; nothing undelivered in it" if leftover.kind == "segment" else ""
     groups = ""
     if leftover.undelivered_groups is not None:
         groups = f" ({several(leftover.undelivered_groups, 'complete group')})"

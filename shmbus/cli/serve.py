@@ -17,7 +17,7 @@ from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
 from shmbus.handles.source import stash_options
 from shmbus.segment import creation, lifecycle
-from shmbus.segment.names import check_name
+from shmbus.segment.names import SHM_DIRECTORY, check_name, companion_name
 from shmbus.store import snapshot
 
 logger = logging.getLogger("shmbus.serve")
@@ -84,8 +84,10 @@ def run(parsed: argparse.Namespace) -> int:
             on_stop,
         )
     if settings.unlink_on_exit and ours:
-        with contextlib.suppress(errors.BusNotFoundError):
+        with contextlib.suppress(errors.BusNotFoundError, FileNotFoundError):
             lifecycle.unlink(parsed.name)
+            if settings.http is not None:
+                os.unlink(SHM_DIRECTORY + companion_name("gateway", parsed.name))
     return 0
 
 

@@ -9,7 +9,7 @@ import msgspec
 from shmbus import errors
 from shmbus.base.arguments import parse_size
 from shmbus.base.format import printable, several, show_count, show_size
-from shmbus.cli._options import Commands, add_command, bus_name, print_json
+from shmbus.cli._options import Commands, add_command, bus_name, checked, print_json
 from shmbus.control.ask import ask_snapshot
 from shmbus.store import snapshot
 
@@ -52,15 +52,11 @@ def add_parser(commands: Commands) -> None:
         "--again", action="store_true", help="also a snapshot that was restored before"
     )
     back.add_argument(
-        "--capacity", metavar="SIZE", type=_capacity, help="bytes for records (default: as it was)"
+        "--capacity",
+        metavar="SIZE",
+        type=checked(parse_size),
+        help="bytes for records (default: as it was)",
     )
-
-
-def _capacity(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run_snapshot(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import termios
+import textwrap
 import time
 import tty
 from collections.abc import Iterator
@@ -54,9 +55,12 @@ def frame(watcher: Watcher) -> str:
     )
 
 
-def fitted(text: str, rows: int) -> list[str]:
-    """Return the lines that fit a terminal; the last line counts the omitted lines."""
-    lines = text.splitlines()
+def fitted(text: str, columns: int, rows: int) -> list[str]:
+    """Return the lines that fit a terminal, sentences wrapped; the last line counts the rest."""
+    sentences, _, tables = text.partition("\n\n")
+    wrapper = textwrap.TextWrapper(columns, break_on_hyphens=False)
+    lines = [part for line in sentences.splitlines() for part in wrapper.wrap(line)]
+    lines += ["", *tables.splitlines()]
     if len(lines) <= rows:
         return lines
     hidden = several(len(lines) - rows + 1, "more line")
@@ -75,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt), _screen():
         while not _quits(arguments.interval):
             watcher.poll()
-            lines = fitted(frame(watcher), shutil.get_terminal_size().lines)
+            lines = fitted(frame(watcher), *shutil.get_terminal_size())
             print("\x1b[H" + "\x1b[K\n".join(lines) + "\x1b[J", end="", flush=True)
     return 0
 

@@ -8,7 +8,7 @@ import sys
 import time
 
 from shmbus.base.format import show_duration, show_size, table
-from shmbus.cli._options import Commands, add_command, print_json, require_extra, share
+from shmbus.cli._options import Commands, add_command, checked, print_json, require_extra, share
 from shmbus.cli._supervise import resume_program
 from shmbus.pool.pool_status import PoolStatus, read_pool
 from shmbus.segment.names import companion_name
@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--kind",
-        type=_kind,
+        type=checked(_kind),
         default="weights",
         help="kind of the pool, as in /dev/shm/shmbus-KIND.NAME (default weights)",
     )
@@ -90,10 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kind(text: str) -> str:
-    try:
-        companion_name(text, "NAME")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    companion_name(text, "NAME")
     return text
 
 

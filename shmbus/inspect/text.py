@@ -369,7 +369,7 @@ _FAILURES = 20
 def groups_text(found: Groups) -> str:
     """Lay out incomplete groups."""
     omitted = f", and {show_count(found.omitted)} more" if found.omitted else ""
-    head = f"{show_count(len(found.groups))} incomplete groups, the oldest first{omitted}"
+    head = f"{several(len(found.groups), 'incomplete group')}, the oldest first{omitted}"
     return "\n".join([head, *_group_lines(found.groups)])
 
 

@@ -83,7 +83,7 @@ _KINDS_OF_PAGE: Final = {
     "docs/errors.md#daemonunavailableerror": "daemon_silent",
     "docs/faq.md#new-run-or-resumed-run": "earlier_run",
     "docs/operating.md#an-engine-that-is-away": "requests_paused worker_held workers_held",
-    "docs/operating.md#flow-control": "paused",
+    "docs/operating.md#pausing-producers": "paused",
     "docs/operating.md#prompts-to-workers": "nothing_open untaken",
     "docs/operating.md#samples-that-fail": "failures producer_gone waits_for_one",
     "docs/operating.md#several-trainer-processes": "rank_missing trainers_share",

@@ -32,28 +32,26 @@ _NOT_NEEDED = "surplus (not needed)"
 #: Causes and remedies by the ledger's reason.
 _OWN_ROUND = "give each round of a prompt its own number: round=producer.next_round()"
 REMEDIES = {
-    "duplicate": "that index was there already, and the first is kept; number the samples of a "
+    "duplicate": "a second sample of the index, and the first stays; number the samples of a "
     f"prompt once, or {_OWN_ROUND}",
-    "size_mismatch": "its group_size or need is not that of the group; pass the same ones with "
+    "size_mismatch": "group_size or need differs from the group's; pass the same values with "
     f"every sample of a group, or {_OWN_ROUND}",
-    "surplus": "the group of this id and round had ended, or had the samples that it needs; "
-    f"{_OWN_ROUND}",
-    "timeout": "the group was incomplete when group_timeout was over; raise it, or deliver what is "
-    "there by on_timeout='partial'",
-    "stale": "more than max_policy_lag versions behind; raise it, or check that workers pass "
-    "policy_version=",
-    "zero_variance": "all scores are equal, and skip_zero_variance is on",
-    "overflow": "incomplete groups held more than max_stash_bytes; raise it, or have workers "
-    "finish groups before they begin others",
-    "malformed": "the trainer refused it; its own message says why",
-    "corrupt": "its bytes in the segment are damaged; look for a process that writes through a "
-    "view",
-    "failed": "a sample failed for good; raise sample_retries, or deliver the others by "
+    "surplus": f"the group of this id and round had ended, or held enough samples; {_OWN_ROUND}",
+    "timeout": "the group was incomplete after group_timeout; raise group_timeout, or deliver the "
+    "present samples by on_timeout='partial'",
+    "stale": "more than max_policy_lag versions behind; raise max_policy_lag, or check that "
+    "workers pass policy_version=",
+    "zero_variance": "equal scores, under skip_zero_variance",
+    "overflow": "incomplete groups held more than max_stash_bytes; raise max_stash_bytes, or have "
+    "workers finish groups before beginning new groups",
+    "malformed": "refused by the trainer, with the cause in the trainer's own message",
+    "corrupt": "damaged bytes in the segment; look for a process that writes through a view",
+    "failed": "a sample failed for good; raise sample_retries, or deliver the remaining samples by "
     "on_failure='partial'",
-    "filtered": "the trainer's filter refused its group, as it may",
-    "relayed": "a relay has put it onto another bus",
-    _NOT_NEEDED: "the group had as many samples as it needs; workers may ask Producer.cancelled",
-    _SUPERSEDED: "its sample was requested again, or has come since, or its group had ended",
+    "filtered": "refused by the trainer's filter, on purpose",
+    "relayed": "put onto the trainer's bus by a relay",
+    _NOT_NEEDED: "the group already held its needed samples; workers may ask Producer.cancelled",
+    _SUPERSEDED: "the sample was requested again or came later, or the group had ended",
 }
 
 

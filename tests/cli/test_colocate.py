@@ -59,7 +59,7 @@ def test_mps_is_started_once_printed_for_a_shell_and_ended(mps: Path) -> None:
 
 def test_shares_of_more_than_there_is_are_refused() -> None:
     told = cli("colocate", "--train", "0.5", "--infer", "0.45")
-    assert told.status == 2 and "with 0.10 to spare at most 1, got 0.5 and 0.45" in told.err
+    assert told.status == 2 and "0.90, got 0.5 and 0.45" in told.err
     assert cli("colocate", "--train", "0.5", "--infer", "0.4").status == 0
     assert cli("colocate", "--train", "1.5", "--infer", "0.4").status == 2
     assert cli("colocate", "--train", "0.5").status == 2

@@ -1,7 +1,5 @@
 """Segments that go with a bus, such as the demo's weights: nothing takes one for a bus."""
 
-from typing import Any
-
 import pytest
 from operators import cli
 
@@ -10,27 +8,15 @@ from shmbus.segment.names import bus_names, companion_name, parse_companion
 from trainer_adapter.demo.worker import WeightsChannel
 
 
-def found(name: str) -> list[dict[str, Any]]:
-    rows = cli("gc", name, "--json").json()
-    assert isinstance(rows, list)
-    return rows
-
-
-def test_weights_are_not_listed_as_a_bus(bus_name: str) -> None:
+def test_weights_are_not_listed_as_a_bus_and_gc_names_both_together(bus_name: str) -> None:
     weights = WeightsChannel(bus_name, 4, create=True)
     try:
         assert not [name for name in bus_names() if bus_name in name]
         rows = cli("list", "--json").json()
         assert bus_name not in [row["name"] for row in rows]  # type: ignore[index, union-attr, call-overload]
-    finally:
-        weights.close()
-
-
-def test_gc_names_a_bus_and_its_weights_together(bus_name: str) -> None:
-    weights = WeightsChannel(bus_name, 4, create=True)
-    try:
         with shmbus.Bus.create(bus_name, "1MiB"):
-            assert {row["kind"] for row in found(bus_name)} == {"segment", "companion"}
+            rows = cli("gc", bus_name, "--json").json()
+            assert {row["kind"] for row in rows} == {"segment", "companion"}  # type: ignore[index, union-attr, call-overload]
     finally:
         weights.close()
 

@@ -136,7 +136,6 @@ def test_without_a_terminal_it_prints_a_frame(bus_name: str) -> None:
         once = cli("top", bus_name, "--interval", "0.1")
         assert once.status == 0
         assert "in the ring" in once.out and "\x1b" not in once.out
-        assert cli("top", bus_name, "--interval", "0").status == 2
 
 
 def test_rates_come_from_counts_and_time(bus_name: str, spawn: Spawner) -> None:
@@ -166,8 +165,10 @@ def test_a_frame_fits_and_counts_omissions(bus_name: str, producers: int) -> Non
         text = frame(watcher)
     assert "\x1b" not in text
     whole = text.splitlines()
+    narrow = fitted(text, 30, 200)[: -len(whole) + 3]
+    assert max(map(len, narrow)) <= 30 and " ".join(narrow).split() == " ".join(whole[:3]).split()
     for rows in (1, 16, 24, 60, 200):
-        lines = fitted(text, rows)
+        lines = fitted(text, 200, rows)
         if len(whole) <= rows:
             assert lines == whole
         else:

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from conftest import Daemon, wait_until
+from conftest import Daemon, segments_named, wait_until
 from gateways import Gateway
 from http_requests import scored
 from operators import children_of, is_gone
@@ -25,8 +25,8 @@ def gateway_of_daemon(served: Daemon) -> Gateway:
     return found
 
 
-def test_groups_travel_through_both(daemon: Any) -> None:
-    served = daemon("--capacity", "8MiB", "--http", "127.0.0.1:0")
+def test_groups_travel_through_both_and_an_orderly_end_leaves_no_file(daemon: Any) -> None:
+    served = daemon("--capacity", "8MiB", "--http", "127.0.0.1:0", "--unlink-on-exit")
     gateway = gateway_of_daemon(served)
     gateway.register(batch_size=2)
     assert gateway.post("/scored_data", scored([1], [2])).status == 200
@@ -34,7 +34,7 @@ def test_groups_travel_through_both(daemon: Any) -> None:
     assert batch[0]["tokens"] == [[1], [2]]
     [process] = children_of(served.child.pid)
     served.stop()
-    assert is_gone(process)
+    assert is_gone(process) and segments_named(served.name) == []
 
 
 def test_a_gateway_that_was_killed_is_started_again(daemon: Any) -> None:

@@ -293,4 +293,4 @@ def test_a_sample_that_is_not_needed_is_told_of_quietly(
             producer.put("q", group_size=3, need=2, index=index, round=1, data=DATA)
         assert taken(consumer) == [("train", "q")]
         [record] = [r for r in caplog.records if "surplus" in r.getMessage()]
-        assert record.levelno == logging.INFO and "as many samples as it needs" in record.message
+        assert record.levelno == logging.INFO and "held its needed samples" in record.message

@@ -1,4 +1,4 @@
-"""The built documentation site in a real browser: 30 questions of newcomers, in four views."""
+"""The built documentation site in a real browser: 37 questions of newcomers, in four views."""
 
 import functools
 import http.server
@@ -26,6 +26,8 @@ QUESTIONS = {
     "vllm": ("vllm", "weights"),
     "sglang": ("weights",),
     "install": ("index", "first-hour"),
+    "getting started": ("first-hour",),
+    "quickstart": ("first-hour",),
     "resume after a kill": ("faq", "first-hour"),
     "kill -9": ("first-hour", "reliability", "faq", "index"),
     "BusFullError": ("errors", "api/errors"),
@@ -44,6 +46,11 @@ QUESTIONS = {
     "prometheus metrics": ("operating", "page"),
     "multi node": ("relay",),
     "stale samples": ("trainer", "operating"),
+    "zero variance": ("trainer",),
+    "reward model": ("trainer",),
+    "timeout": ("trainer", "operating"),
+    "pause producers": ("operating",),
+    "backpressure": ("operating",),
     "group_size": ("trainer", "index", "schema", "first-hour"),
     "importance sampling": ("trainer", "api/objectives"),
     "tool calls": ("agents",),
