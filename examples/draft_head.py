@@ -12,12 +12,16 @@ bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 
 import torch
 
+from shmbus import BusNotFoundError
+from shmbus.channel import unlink_channel
 from shmbus.tensors import ChannelClosedError, StepSkippedError, TensorChannel
 
 ROWS, WIDTH, TOKENS, LONGEST = 16, 64, 128, 20
@@ -82,12 +86,23 @@ def generated(steps: int, device: str) -> Iterator[Step | None]:
 def engine(name: str, steps: int, device: str) -> None:
     """Generate and send, in a separate process."""
     torch.set_num_threads(1)
+    threading.Thread(target=end_with_trainer, args=(name,), daemon=True).start()
     with TensorChannel.create(name, device=None if device == "cpu" else device) as channel:
         for step in generated(steps, device):
             if step is None:
                 channel.skip(reason="one token only: nothing to predict")
             else:
                 channel.send(step)
+
+
+def end_with_trainer(name: str) -> None:
+    """End this process after the trainer's, also after a kill before the channel's first use."""
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    trainer.join()
+    with contextlib.suppress(BusNotFoundError):
+        unlink_channel(name)
+    os._exit(1)
 
 
 def received(name: str) -> Iterator[Step | None]:

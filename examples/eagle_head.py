@@ -18,8 +18,10 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -62,6 +64,9 @@ def prompt_of(index: int, tokens: int) -> list[int]:
 def engine(model: str, channel: str, dtype: str) -> None:
     """Generate for prompts, in a separate process, until the trainer's end."""
     indexes = json.loads(sys.stdin.readline())
+    done = threading.Event()
+    trainer = threading.Thread(target=end_with_trainer, args=(done,), daemon=True)
+    trainer.start()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
 
@@ -91,7 +96,15 @@ def engine(model: str, channel: str, dtype: str) -> None:
             for index in indexes
         ],
     )  # fmt: skip
-    sys.stdin.read()  # generated sequences leave at the trainer's pace
+    done.set()
+    trainer.join()  # generated sequences leave at the trainer's pace
+
+
+def end_with_trainer(done: threading.Event) -> None:
+    """Wait for the trainer's end; stop an unfinished generation, which no trainer receives."""
+    sys.stdin.read()
+    if not done.is_set():
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 class EagleHead(torch.nn.Module):

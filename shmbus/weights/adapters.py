@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 
-from shmbus.base.arguments import check_int, check_int64, check_text
+from shmbus.base.arguments import check_count, check_int, check_text
 from shmbus.errors import WeightsError
 from shmbus.segment.own_file import require_own_folder
 from shmbus.store.directory import sync
@@ -96,9 +97,6 @@ class LoraFiles:
         check_text("name", name)
         if not _NAME.fullmatch(name):
             raise ValueError(f"name: expected letters, digits, '.', '-' and '_', got {name!r}")
-        keep = check_int64("keep", keep)
-        if keep < 1:
-            raise ValueError(f"keep: expected at least 1 version, got {keep}")
         if not isinstance(config, Mapping):
             raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
         missing = [key for key in ("peft_type", "r", "target_modules") if key not in config]
@@ -107,9 +105,9 @@ class LoraFiles:
                 f"config: expected PEFT's adapter_config.json, {', '.join(missing)} is missing; "
                 "give peft_config.to_dict(). Nothing was written"
             )
-        self._directory = Path(directory)
+        self._directory = Path(directory).absolute()
         self._name = name
-        self._keep = keep
+        self._keep = check_count("keep", keep)
         self._life = secrets.token_hex(_LIFE_BYTES)
         self._last = -1
         self._folder = re.compile(re.escape(name) + "-v" + ENDING)
@@ -191,7 +189,7 @@ class LoraFiles:
         return sorted({version for version, _ in self._folders()})
 
     def _folders(self) -> list[tuple[int, str]]:
-        found = (self._folder.fullmatch(each.name) for each in self._directory.iterdir())
+        found = (self._folder.fullmatch(each.name) for each in self._directory.glob("*"))
         return sorted((int(match[1]), match[0]) for match in found if match)
 
     def forget(self, version: int) -> None:
@@ -202,6 +200,8 @@ class LoraFiles:
         version : int
             Version number.
         """
+        if version == self._last:  # servers may keep its name
+            self._life = secrets.token_hex(_LIFE_BYTES)
         for number, folder in self._folders():
             if number == version:
                 shutil.rmtree(self._directory / folder, ignore_errors=True)
@@ -285,6 +285,8 @@ def _file_name(name: str) -> str:
 def _plain(value: object) -> object:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
+    if isinstance(value, np.generic):
+        return value.item()
     return str(getattr(value, "value", value))
 
 

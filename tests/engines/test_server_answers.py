@@ -213,13 +213,8 @@ async def test_a_sync_call_inside_a_loop_is_refused(verb: str, bus: Bus, trainer
         assert server.seen == []
 
 
-pytest_plugins = ["engine_fixtures"]
-
-
 #: Shorter than the step's delay, and long enough for the rest.
 PATIENCE_S = SLOW_S * 2 / 3
-
-
 LATE_STEPS = ("start", "update", "finish")
 
 

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import Spawner
+from conftest import Spawner, wait_until
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "draft_head.py"
 DEADLINE_S = 200
@@ -23,3 +24,11 @@ def test_the_loss_falls_with_gradients_that_stayed_inside(bus_name: str, spawn: 
     steps, skipped, first, last = (float(each) for each in found.groups())
     assert steps + skipped == 80 and skipped > 0
     assert last < first / 3
+
+
+def test_the_engine_ends_with_a_trainer_killed_at_the_start(bus_name: str, spawn: Spawner) -> None:
+    trainer = spawn.file(EXAMPLE, "--name", bus_name)
+    engines = wait_until(lambda: psutil.Process(trainer.pid).children()[1:])
+    trainer.kill()
+    psutil.wait_procs(engines, timeout=DEADLINE_S)
+    assert not [*Path("/dev/shm").glob(f"shmbus-channel.{bus_name}*")]

@@ -1,9 +1,12 @@
 """The carrier of files: whole versions under a link, a writer at a time, through any failure."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Spawner, wait_until
@@ -157,9 +160,26 @@ def test_adapters_that_share_a_directory_remove_their_own_remains_alone(tmp_path
     assert begun.exists() and not left.exists()
 
 
-def test_an_older_version_of_a_directory_that_is_not_there_yet_is_not_there(tmp_path: Path) -> None:
-    with reader_of(tmp_path / "later") as reader, pytest.raises(WaitTimeoutError, match="none"):
-        reader.at(3)
+def test_a_relative_directory_stays_in_place_and_may_vanish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files, state = LoraFiles("adapters", "run1", CONFIG), {"a": torch.zeros(1)}
+    with publisher_of(many(3), Path("files")) as publisher, reader_of(Path("files")) as reader:
+        monkeypatch.chdir("/")
+        publisher.publish(version=1)
+        assert reader.wait(timeout=5) == 1
+        first = Path(files.publish(state, version=1).path)
+        files.forget(1)
+        second = Path(files.publish(state, version=1).path)
+        assert first.parent == second.parent == tmp_path / "adapters" and first != second
+        for folder in ("files", "adapters"):
+            shutil.rmtree(tmp_path / folder)
+        with pytest.raises(WaitTimeoutError, match="none"):
+            reader.at(1)
+        for publish in (publisher.publish, lambda version: files.publish(state, version)):
+            with pytest.raises(WeightsError, match="No such file"):
+                publish(version=2)
 
 
 @pytest.mark.parametrize("step", ["save_file", "fsync", "rename", "symlink_to", "replace"])
@@ -204,6 +224,7 @@ def test_a_lockless_file_system_works(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_tensors_of_an_adapter_may_share_memory(tmp_path: Path) -> None:
-    both = torch.ones(4)
-    written = LoraFiles(tmp_path, "run1", CONFIG).publish({"a": both, "b": both}, version=1)
+    both, config = torch.ones(4), CONFIG | {"lora_alpha": np.float32(16)}
+    written = LoraFiles(tmp_path, "run1", config).publish({"a": both, "b": both}, version=1)
     assert written.size == 32
+    assert json.loads(Path(written.path, "adapter_config.json").read_bytes())["lora_alpha"] == 16

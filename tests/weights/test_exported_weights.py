@@ -182,13 +182,11 @@ def test_large_and_cast_ones_arrive(carrier: str, bus_name: str, publishers: Mak
     torch.manual_seed(0)
     masters = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3)))
     replica = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3)))
-    options = {} if carrier == "shm" else {"device": DEVICE}
     source = ModuleSource(masters, dtype=torch.bfloat16)
     replica = replica.to(DEVICE, torch.bfloat16)
-    with published(bus_name, source, {"device": DEVICE}, carrier=carrier, **options) as (
-        publisher,
-        subscriber,
-    ):
+    there = {"device": DEVICE}
+    options = {"carrier": carrier} | ({} if carrier == "shm" else there)
+    with published(bus_name, source, there, **options) as (publisher, subscriber):
         publisher.publish(version=0)
         with subscriber.latest(timeout=5) as weights:
             weights.load_into(replica)

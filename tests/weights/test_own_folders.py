@@ -18,10 +18,9 @@ MAKERS: dict[str, Callable[[Path], object]] = {
     "adapters": lambda path: LoraFiles(path, "a", CONFIG),
     "checkpoints": lambda path: CheckpointWriter(path, Manifest(tensors=[])),
 }
-root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 
 
-@root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("kind", ["folder", "their link", "own link to their folder"])
 def test_a_foreign_folder(tmp_path: Path, make: Callable[[Path], object], kind: str) -> None:

@@ -75,27 +75,22 @@ def read_back(child: Child, bus: str, directory: Path, how: str, device: str) ->
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", ["2:rows", "4:columns"])
 @pytest.mark.parametrize("carrier", ["cuda_vmm", "cuda_ipc", "shm"])
-def test_ranks_of_one_device_write_into_the_memory_of_rank_0(
-    carrier: str, how: str, bus_name: str, spawn: Spawner, tmp_path: Path
+@pytest.mark.parametrize(
+    ("reader", "visible"),
+    [
+        ("cuda:0", 1),
+        pytest.param("cuda:0", 2, marks=needs_two),
+        pytest.param("cuda:1", 2, marks=needs_two),
+    ],
+)
+def test_ranks_of_devices_write_into_the_memory_of_rank_0(
+    reader: str, visible: int, carrier: str, how: str, bus_name: str, spawn: Spawner, tmp_path: Path
 ) -> None:
-    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    env = ENV | ({"CUDA_VISIBLE_DEVICES": first} if visible == 1 else {})
     task = f"publish:{bus_name}:{how}:{carrier}:cuda"
-    child = spawn.module("rank_child", tmp_path, task, env={**ENV, **env})
-    read_back(child, bus_name, tmp_path, f"{how}:{carrier}:cuda", "cuda:0")
-
-
-@pytest.mark.gpu
-@pytest.mark.timeout(180)
-@needs_two
-@pytest.mark.parametrize("how", ["2:rows", "4:columns"])
-@pytest.mark.parametrize("carrier", ["cuda_vmm", "cuda_ipc", "shm"])
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-def test_ranks_of_two_devices_write_into_the_memory_of_rank_0(
-    device: str, carrier: str, how: str, bus_name: str, spawn: Spawner, tmp_path: Path
-) -> None:
-    task = f"publish:{bus_name}:{how}:{carrier}:cuda"
-    child = spawn.module("rank_child", tmp_path, task, env=ENV)
-    read_back(child, bus_name, tmp_path, f"{how}:{carrier}:cuda", device)
+    child = spawn.module("rank_child", tmp_path, task, env=env)
+    read_back(child, bus_name, tmp_path, f"{how}:{carrier}:cuda", reader)
 
 
 @pytest.fixture

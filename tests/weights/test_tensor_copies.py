@@ -23,18 +23,20 @@ def spans_of(sizes: list[int]) -> list[tuple[int, int]]:
     return [(place.offset, place.offset + place.size) for place in Manifest.plan(params).tensors]
 
 
-def test_neighbours_cross_together_up_to_a_chunk() -> None:
-    runs = plan(spans_of([1000] * 30), MOST)
-    assert [len(run.members) for run in runs] == [10, 10, 10]
+@pytest.mark.parametrize(
+    ("spans", "members"),
+    [
+        (spans_of([1000] * 30), [[*range(first, first + 10)] for first in (0, 10, 20)]),
+        (spans_of([100, 50_000, 100]), [[0, 1], [1], [1], [1], [1, 2]]),
+        (spans_of([300, 1, 300])[::2], [[0], [1]]),  # beside a tensor of somebody else
+    ],
+)
+def test_neighbours_cross_together_in_chunks(
+    spans: list[tuple[int, int]], members: list[list[int]]
+) -> None:
+    runs = plan(spans, MOST)
+    assert [[part.which for part in run.members] for run in runs] == members
     assert all(run.end - run.start <= MOST for run in runs)
-
-
-def test_what_is_larger_than_a_chunk_is_cut() -> None:
-    runs = plan(spans_of([100, 50_000, 100]), MOST)
-    assert [[part.which for part in run.members] for run in runs] == [
-        [0, 1], [1], [1], [1], [1, 2],
-    ]  # fmt: skip
-    assert [run.end - run.start for run in runs[:-1]] == [MOST] * 4
 
 
 def test_what_is_not_to_be_cut_crosses_whole() -> None:
@@ -44,12 +46,6 @@ def test_what_is_not_to_be_cut_crosses_whole() -> None:
         [(1, 6144, 12144), (2, 12288, 6144 + MOST)],
         [(2, 6144 + MOST, 18288)],
     ]
-
-
-def test_a_tensor_of_somebody_else_between_two_splits_their_run() -> None:
-    whole = spans_of([300, 1, 300])
-    runs = plan([whole[0], whole[2]], MOST)
-    assert [[part.which for part in run.members] for run in runs] == [[0], [1]]
 
 
 def test_a_part_of_a_tensor_is_aligned_in_its_run_as_in_memory() -> None:

@@ -31,26 +31,18 @@ def test_weights_name_the_version_and_the_names_that_are_alike(weights: Weights)
     assert "'0.weight'" in said and said.endswith("?")
 
 
-def test_weights_without_a_name_like_it_say_what_is_there(weights: Weights) -> None:
+def test_weights_stay_a_mapping(weights: Weights) -> None:
     with pytest.raises(KeyError, match=r"no such name; there is '0\.weight', '0\.bias', '1\.w"):
         weights["lm_head"]
-
-
-def test_weights_stay_a_mapping(weights: Weights) -> None:
     assert "0.weight" in weights and "lm_head" not in weights
     assert weights.get("lm_head") is None
     assert 5 not in weights
 
 
-def test_only_so_many_names_are_shown() -> None:
-    names = [f"p{number}" for number in range(8)]
-    said = str(UnknownNameError("weights", "lm_head", names))
-    assert said.endswith("there is 'p0', 'p1', 'p2', 'p3', 'p4' and 3 more")
+def test_only_so_many_names_are_shown_also_in_another_process() -> None:
+    error = UnknownNameError("weights", "lm_head", [f"p{number}" for number in range(8)])
+    assert str(error).endswith("there is 'p0', 'p1', 'p2', 'p3', 'p4' and 3 more")
     assert str(UnknownNameError("weights", "lm_head", [])).endswith("there is none")
-
-
-def test_the_text_arrives_in_another_process() -> None:
-    error = UnknownNameError("weights of version 7", "model.norm", ["norm"])
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is KeyError and arrived.args == (str(error),)
 

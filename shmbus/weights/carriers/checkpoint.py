@@ -44,6 +44,8 @@ from shmbus.weights.manifest import Manifest
 from shmbus.weights.weight_source import LocalPiece, dtype_name
 
 FILE: Final = "model.safetensors"
+#: Versions on disk: the newest, and the version before for a way back.
+KEPT: Final = 2
 _LINK: Final = "latest"
 _NAME: Final = re.compile(r"version-(-?\d+)-(\d+)")
 #: Errors of a file system without directory locks.
@@ -90,12 +92,9 @@ class CheckpointPlace(NamedTuple):
 class CheckpointWriter:
     """Single writer of whole files."""
 
-    def __init__(self, directory: Path | str, manifest: Manifest, *, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"keep: expected at least 1 version, got {keep}")
-        self._directory = Path(directory)
+    def __init__(self, directory: Path | str, manifest: Manifest) -> None:
+        self._directory = Path(directory).absolute()
         self._manifest = manifest
-        self._keep = keep
         faults = faults_in_file({t.name: getattr(torch, t.dtype) for t in manifest.tensors})
         if faults:
             raise ManifestError("carrier 'checkpoint': use 'shm', or another name or dtype", faults)
@@ -141,7 +140,7 @@ class CheckpointWriter:
                     f"{newest or 'nothing'} is in force there"
                 ) from error
             raise
-        for old in _published(self._directory)[: -self._keep]:
+        for old in _published(self._directory)[:-KEPT]:
             shutil.rmtree(old.path, ignore_errors=True)
 
     def _write(
@@ -275,7 +274,7 @@ class CheckpointReader:
     """Reader of the newest file."""
 
     def __init__(self, directory: Path | str) -> None:
-        self._directory = Path(directory)
+        self._directory = Path(directory).absolute()
 
     def latest(self, after: int, timeout: float | None) -> CheckpointVersion:
         """Wait for a version."""
