@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -75,7 +76,8 @@ def token_logprobs(
     Raises
     ------
     ValueError
-        A padded batch, a wrong number of rows of logits, or a batch without this extra field.
+        A padded batch, a wrong number of rows of logits, a batch without this extra field, or a
+        temperature of 0, below or without end.
     """
     before = _predictors(batch)
     count = _row_count(batch) if rows is None else len(rows)
@@ -83,6 +85,11 @@ def token_logprobs(
         raise ValueError(
             f"logits: expected [{count}, vocabulary], one row for each of "
             f"{'the rows of the model' if rows is None else 'rows='}, got {tuple(logits.shape)}"
+        )
+    if not 0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature: expected a finite number above 0, got {temperature}; greedy sampling "
+            "has no logprobs of its own: leave the 1.0"
         )
     wanted = batch.loss_mask & (before >= 0)
     if count == 0:

@@ -36,13 +36,10 @@ class MicroBatch(TensorHolder):
 
     Attributes
     ----------
-    tokens, position_ids, loss_mask, advantages : Tensor [T] or [S, L]
-    logprobs : Tensor [T] or [S, L], or None
-        None as in the batch.
-    cu_seqlens : int32 [S + 1]
-    max_seqlen : int
-    scores, policy_versions, newest_policy_versions, sample_of : Tensor [S]
-    instance_ids : list[str]
+    tokens, position_ids, loss_mask, logprobs, advantages, cu_seqlens, max_seqlen, scores,
+    policy_versions, newest_policy_versions, sample_of, instance_ids, layout, prefix_tree,
+    extra, extra_offsets, extra_kinds
+        As in `Batch`, of these sequences.
     group_sizes : int64, on the host
         Sequences here per group, in order, without empty groups.
     sequence_indices : int64 [S], on the host
@@ -56,11 +53,6 @@ class MicroBatch(TensorHolder):
         Samples of the whole batch with a trained token: the denominator of "sample" normalisation.
     sample_tokens : Tensor [S]
         Trained tokens, in the whole batch, of each sequence's sample.
-    layout : "packed" | "padded" | "prefix"
-    prefix_tree : PrefixTree or None
-        As in the batch, of these sequences.
-    extra, extra_offsets, extra_kinds : dict
-        As in the batch, of these sequences.
     """
 
     tokens: Tensor

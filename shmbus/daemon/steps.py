@@ -415,6 +415,8 @@ class StepPlanner:
         out = [lease for lease, _ in self._pool]
         self._set_pool([])
         self._pool_since_s = math.inf
+        # The next job may ask for other numbers; formed shards stay.
+        self._agreed.clear()
         self._count(out, -1)
         return out
 

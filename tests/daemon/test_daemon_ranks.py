@@ -270,14 +270,21 @@ def test_a_rank_that_comes_late_after_a_restart_has_what_was_kept_for_it(
         slow.expect("took 1")
 
 
-def test_ranks_that_ask_differently_for_a_step_are_told_so(daemon: Served, bus_name: str) -> None:
+def test_ranks_ask_alike_for_a_step_and_the_next_job_asks_anew(
+    daemon: Served, bus_name: str
+) -> None:
     daemon("--capacity", "8MiB")
     put(bus_name, range(8))
     with two_ranks(bus_name) as (zero, one):
-        zero.take_shard(groups=2, timeout=10)
+        zero.ack(zero.take_shard(groups=2, timeout=10))
         with pytest.raises(ValueError, match=r"groups=3.*groups=2"):
             one.take_shard(groups=3, timeout=10)
-        assert len(one.take_shard(groups=2, timeout=10)) == 2
+        one.ack(one.take_shard(groups=2, timeout=10))
+        zero.ack(zero.take_shard(groups=1, timeout=10))  # the other rank's shard waits
+        assert zero.take_shard(groups=4, timeout=0) == []
+    with two_ranks(bus_name) as (zero, one):
+        for rank in (one, one, zero):
+            assert len(rank.take_shard(groups=3, max_wait=0, timeout=10)) == 1
 
 
 def test_another_world_size_takes_over_when_the_ranks_are_gone(

@@ -84,13 +84,12 @@ def test_columns_reach_the_sample(bus: Bus, producer: Producer, layout: Any, pre
             ValueError,
             r"column 'x': sample 1: expected 5 rows, one a token, got shape \(4,\)",
         ),
-        (
-            {"x": [np.ones(3), np.array(list("abcde"))]},
-            TypeError,
-            "column 'x': sample 1: expected numbers, got <U1",
-        ),
         ({"x": [np.ones(3), [[1], 2]]}, TypeError, "column 'x': expected arrays of numbers: "),
-        ({"x": [np.ones(3), np.ones(5, "g")]}, TypeError, "expected numbers, got float128"),
+        (
+            {"x": [np.ones(3), np.ones(5, "g")]},
+            TypeError,
+            "1: expected numbers, got float128",
+        ),
         (
             {"x": [np.ones(3), np.ones(5, np.float32)]},
             ValueError,

@@ -160,7 +160,8 @@ def test_an_error_in_a_callback_loses_no_group(bus: Bus, producer: Producer, pre
 
 
 def test_an_ack_frees_the_batchs_space_once(bus: Bus, producer: Producer) -> None:
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+    sizes: Any = dict(groups_per_batch=np.int32(1), prefetch=np.int8(1), pack_threads=np.int64(1))
+    with OnlineDataHandler(bus.name, **sizes) as handler:
         big = {"tokens": np.zeros(100_000, np.int32)}
         for _ in range(30):
             put(producer, "a", [big, big])
@@ -264,15 +265,3 @@ def test_the_state_of_another_bus_filters_nothing(bus_name: str) -> None:
                     handler.load_state_dict(state)
                 assert_batch(handler.next_batch(10), groups)
                 state = handler.state_dict()
-
-
-def test_numpys_integers_are_integers_to_a_handler(bus: Bus) -> None:
-    sizes: dict[str, Any] = {"groups_per_batch": np.int32(1), "pack_threads": np.int64(1)}
-    with (
-        Producer(bus.name) as producer,
-        OnlineDataHandler(bus.name, prefetch=np.int8(1), **sizes) as handler,  # type: ignore[arg-type]
-    ):
-        put(producer, "a", [sample(np.random.default_rng(11), 3)] * 2)
-        batch = handler.next_batch(30.0)
-        assert batch.num_sequences == 2
-        handler.ack(batch)

@@ -250,7 +250,7 @@ def test_a_row_without_the_prefix_that_it_names_is_an_error(bus: Bus, seed: int)
             pack(groups, layout="prefix")
 
 
-def test_a_padded_batch_has_no_rows_of_logits(bus: Bus, seed: int) -> None:
+def test_logprobs_refuse_padded_rows_a_wrong_number_and_no_temperature(bus: Bus, seed: int) -> None:
     rng = np.random.default_rng(seed)
     with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
         producer.put_group("q", answers(rng, rng.integers(0, 30, 5), 2))
@@ -260,6 +260,9 @@ def test_a_padded_batch_has_no_rows_of_logits(bus: Bus, seed: int) -> None:
             logit_rows(padded)
         with pytest.raises(ValueError, match=r"logits: expected \[\d+, vocabulary\], one row"):
             token_logprobs(torch.zeros(3, 30), plain)
+        for temperature in (0, -1.0, torch.nan, torch.inf):
+            with pytest.raises(ValueError, match="temperature: expected a finite number above 0"):
+                token_logprobs(torch.zeros(len(plain.tokens), 30), plain, temperature=temperature)
 
 
 def test_logprobs_are_plain_softmax(bus: Bus, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
