@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = [leftover for leftover in chosen if leftover.undelivered == 0]
     if arguments.json:
         print_json([_for_json(leftover) for leftover in found])
-    else:
+    elif found or not names:
         _print(found, chosen, arguments.yes)
     for name in sorted(unknown):
         print(

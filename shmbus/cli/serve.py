@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable
 
 from shmbus import errors
-from shmbus.cli._options import Commands, require_extra
+from shmbus.cli._options import Commands, bus_name, require_extra
 from shmbus.cli._supervise import resume_program, supervised
 from shmbus.control.socket_path import require_place
 from shmbus.daemon import config, logs, server
 from shmbus.handles.source import stash_options
 from shmbus.segment import creation, lifecycle
-from shmbus.segment.names import SHM_DIRECTORY, check_name, companion_name
+from shmbus.segment.names import SHM_DIRECTORY, companion_name
 from shmbus.store import snapshot
 
 logger = logging.getLogger("shmbus.serve")
@@ -44,7 +44,7 @@ def add_parser(commands: Commands) -> None:
         "SIGINT.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("name", metavar="NAME", help="the bus")
+    parser.add_argument("name", metavar="NAME", type=bus_name, help="the bus")
     config.add_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -52,7 +52,6 @@ def add_parser(commands: Commands) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Serve; 0 after an orderly end, 2 for wrong settings."""
     try:
-        check_name(parsed.name)
         settings = config.load(vars(parsed), os.environ)
     except ValueError as error:
         print(f"shmbus serve: {error}", file=sys.stderr)

@@ -34,9 +34,17 @@ def add_parser(commands: Commands) -> None:
         json=True,
     )
     parser.add_argument(
-        "--ray", metavar="ADDRESS", nargs="?", const="auto",
+        "--ray", metavar="ADDRESS", nargs="?", const="auto", type=_address,
         help="show the ledgers of all nodes of the relay that carries this bus on a Ray cluster",
     )  # fmt: skip
+
+
+def _address(text: str) -> str:
+    if ":" not in text and text not in ("auto", "local"):
+        raise argparse.ArgumentTypeError(
+            f"expected HOST:PORT, auto or local, got {text!r}; give the bus before --ray"
+        )
+    return text
 
 
 def report(status: BusStatus) -> str:

@@ -222,10 +222,7 @@ class StepPlanner:
                 self.next_steps[rank] = self._next_formed[rank] = min(known)
 
     def _locate(self, rank: int, next_step: int, held: Iterable[Lease]) -> None:
-        """Renumber the steps of ranks counting from 0, after a late rank's known step.
-
-        Ranks train in step: their first step meanwhile is the late rank's oldest unfinished step.
-        """
+        """Renumber the steps of ranks counting from 0, after a late rank's known step."""
         own = {lease for lease in held if lease.rank == rank and lease.step >= 0}
         by = min([next_step, *(lease.step for lease in own)]) - self.next_steps[rank]
         for by_rank in (self.next_steps, self._next_formed):

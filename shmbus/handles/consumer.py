@@ -772,9 +772,10 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
 
     def _feeding(self) -> Feeder:
         """Return the feeder of this consumer's process, opened at its first use."""
-        self._require_source()
+        source = self._require_source()
         with self._lock:
             if self._feeder is None or self._feeder.closed:
+                source.segment.require_name()  # the name may lead to a new bus
                 on_stall, stall_timeout = self._watch.options
                 self._feeder = Feeder(
                     self.name,

@@ -248,6 +248,7 @@ class Feeder(ClosedByAnyWith):
         numbers: list[int] = []
         try:
             while len(numbers) < len(offers):
+                self._segment.require_name()
                 ticket = self._attempt(offers, numbers)
                 if len(numbers) == len(offers):
                     break
@@ -256,7 +257,6 @@ class Feeder(ClosedByAnyWith):
                     time.sleep(_HELD_POLL_S)
                 else:
                     _core.request_await(self._segment, True, ticket, left_s)
-                self._segment.require_name()
                 if wait_s is not None:
                     self._watch.check(self._segment, _WAITS_FOR, time.monotonic() - began)
         except BaseException as error:

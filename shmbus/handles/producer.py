@@ -801,7 +801,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
         ------
         TypeError, ValueError
             `below` or `timeout` is no number, or out of its range.
-        StallError
+        BusRemovedError, StallError
             As for `put`.
         """
         check_timeout(timeout)
@@ -818,6 +818,8 @@ class Producer(_core.Writer, ClosedByAnyWith):
             if self._pressure(group) >= below:
                 await self._space_freed(ticket, deadline)
                 await self._check_stall(began)
+                if self._attach == "same":
+                    self._segment.require_name()
         return True
 
     # -- agents ------------------------------------------------------------------------------------

@@ -99,6 +99,8 @@ class _Worker(Protocol):
     _watch: Watch
 
     @property
+    def _attach(self) -> str: ...
+    @property
     def producer_id(self) -> int: ...
     @property
     def _slot(self) -> int: ...
@@ -284,7 +286,9 @@ class ProducerRequests:
 
     def _find_requests(self, limit: int) -> list[Request]:
         segment = self._producer._here()
-        if segment.paused() is not None:
+        if segment.removed and self._producer._attach == "same":
+            segment.require_name()
+        if segment.removed or segment.paused() is not None:
             return []
         if self._producer._servers.all_unknown(segment.policy_version):
             return []

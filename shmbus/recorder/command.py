@@ -121,10 +121,10 @@ def _sampling(text: str) -> dict[str, float]:
             number = float(value)
         except ValueError:
             number = math.nan
-        if name not in OPTIONS or not math.isfinite(number):
-            raise argparse.ArgumentTypeError(
-                f"expected {', '.join(f'{each}=NUMBER' for each in OPTIONS)}, got {part!r}"
-            )
+        least, most = OPTIONS.get(name, (math.inf, -math.inf))
+        if not least <= number <= most or (name == "top_k" and number % 1):
+            known = (f"{each}={a:g} to {b:g}" for each, (a, b) in OPTIONS.items())
+            raise argparse.ArgumentTypeError(f"expected {', '.join(known)}, got {part!r}")
         found[name] = int(number) if name == "top_k" else number
     return found
 

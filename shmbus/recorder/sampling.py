@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-OPTIONS: Final = ("temperature", "top_p", "top_k")
+#: Options by name, with their least and most; a top_p of 0 would allow no token.
+OPTIONS: Final = {"temperature": (0.0, 1e6), "top_p": (1e-9, 1.0), "top_k": (-1.0, 1e9)}
 #: Fields of vLLM and SGLang that limit tokens by a grammar, for any value.
 _GRAMMARS: Final = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",

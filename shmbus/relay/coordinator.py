@@ -489,10 +489,7 @@ class Coordinator:
         return [*said, *self.drop_discards()]
 
     def _sinks_of(self, split: int) -> list[str]:
-        """Return the sinks for a split: every sink for "train", else the first.
-
-        The first sink gets another split once its bus knows the split.
-        """
+        """Return the sinks for a split: all for "train", else the first if its bus has it."""
         if split == SPLIT_TRAIN:
             return list(self.sinks)
         label = self.splits.labels[split]

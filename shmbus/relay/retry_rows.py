@@ -85,10 +85,7 @@ class RetryRequests:
         return changed
 
     def _choose(self, request: Request, open_: set[str]) -> str | None:
-        """Return a source with room: the group's home first, because its worker holds the prompt.
-
-        Later attempts move on from the home, source by source.
-        """
+        """Return a source with room: from the group's home, whose worker holds the prompt, on."""
         count = len(self._buses)
         start = self._buses.index(home) if (home := self._home(request)) in self._buses else None
         attempt = 1 if self.at_home and start is not None else request.attempt

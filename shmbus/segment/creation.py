@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from shmbus import errors
@@ -216,8 +218,11 @@ def ensure_segment(
     check_name(name)
     max_producers, extent_bytes = _check_sizes(capacity, max_producers, extent_bytes)
     deadline = time.monotonic() + ATTACH_WAIT_S
+    create = functools.partial(
+        create_segment, name, capacity, max_producers, extent_bytes, bounds=bounds, schema=schema
+    )
     while True:
-        segment = _open_or_create(name, capacity, max_producers, extent_bytes, bounds, schema)
+        segment = _open_or_create(name, create)
         if segment is not None:
             break
         if time.monotonic() > deadline:
@@ -235,14 +240,7 @@ def ensure_segment(
     return segment
 
 
-def _open_or_create(
-    name: str,
-    capacity: int | str | None,
-    max_producers: int | None,
-    extent_bytes: int,
-    bounds: Bounds,
-    schema: _core.DeclaredSchema | None,
-) -> _core.Segment | None:
+def _open_or_create(name: str, create: Callable[[], _core.Segment]) -> _core.Segment | None:
     """Return a segment, made or found; None if a second process won or makes the segment."""
     try:
         return _core.uninterrupted(open_once, name, False)
@@ -251,9 +249,7 @@ def _open_or_create(
     except errors.BusNotFoundError:
         pass
     try:
-        return create_segment(
-            name, capacity, max_producers, extent_bytes, bounds=bounds, schema=schema
-        )
+        return create()
     except (errors.BusExistsError, errors.BusNotFoundError):
         return None
     except errors.CapacityError:

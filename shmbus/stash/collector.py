@@ -261,10 +261,7 @@ class Collector:
         """Do nothing: a collector serves no further ranks."""
 
     def ended_names(self) -> set[bytes]:
-        """Return ended samples that a relay may bring again.
-
-        These are a loaded checkpoint's, and those whose end is not yet in the relay's kept file.
-        """
+        """Return samples that a relay may bring again: a checkpoint's, and those not kept yet."""
         return self.trained.union(note[1] for note in _core.relay_notes(self.segment, True))
 
     def trained_before(self, step: int) -> TrainedBefore:

@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 
-from shmbus.cli._options import Commands, require_extra, whole
+from shmbus.cli._options import Commands, bus_name, require_extra, whole
 
 _EXAMPLES = """\
 examples:
@@ -37,7 +37,9 @@ def add_parser(commands: Commands) -> None:
         "Read-only, without leases or locks; until SIGTERM or SIGINT.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("names", metavar="NAME", nargs="*", help="the buses (default: all)")
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", type=bus_name, help="the buses (default: all)"
+    )
     parser.add_argument(
         "--port", type=whole(0, 65535), default=0, help="where to listen (default 0: any free port)"
     )
@@ -62,21 +64,18 @@ def _host(text: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Serve; 1 with a hint for a missing extra, 2 for wrong arguments."""
     require_extra("web", "aiohttp")
-    from shmbus.segment.names import check_name
     from shmbus.web.server import serve
     from shmbus.web.settings import Settings
 
     token = os.environ.get("SHMBUS_WEB_TOKEN") or secrets.token_urlsafe(24)
-    try:
-        names = tuple(dict.fromkeys(check_name(name) for name in arguments.names))
-        plain = token.isascii() and token.replace("-", "").replace("_", "").isalnum()
-        if len(token) < _TOKEN_LETTERS or not plain:
-            raise ValueError(
-                f"SHMBUS_WEB_TOKEN: expected {_TOKEN_LETTERS} or more ASCII letters and digits, "
-                f"got {len(token)}{'' if plain else ' with others'}; unset it to have one made"
-            )
-    except ValueError as error:
-        print(f"shmbus web: {error}", file=sys.stderr)
+    names = tuple(dict.fromkeys(arguments.names))
+    plain = token.isascii() and token.replace("-", "").replace("_", "").isalnum()
+    if len(token) < _TOKEN_LETTERS or not plain:
+        print(
+            f"shmbus web: SHMBUS_WEB_TOKEN: expected {_TOKEN_LETTERS} or more ASCII letters and "
+            f"digits, got {len(token)}{'' if plain else ' with others'}; unset it to have one made",
+            file=sys.stderr,
+        )
         return 2
     settings = Settings(buses=names, host=arguments.host, port=arguments.port, token=token)
     parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)

@@ -87,7 +87,8 @@ def _exported(kind: MemoryKind) -> Carrier:
     )
 
 
-#: Carriers by name. "auto" takes the first usable carrier that permits an automatic choice.
+#: Carriers by name. "auto" takes the carrier of a given directory, or else the first usable
+#: carrier that permits an automatic choice.
 CARRIERS: Final = {
     "shm": Carrier(
         _shm_problem,
@@ -168,7 +169,7 @@ def probe_carriers(
         problem = carrier.problem(checked, size, directory) or carrier.by_name_only
         if problem:
             refused[name] = problem
-        elif chosen is None:
+        elif chosen is None or carrier.takes_directory:
             chosen = name, carrier.why
     if chosen is not None:
         return Choice(name=chosen[0], why=chosen[1], refused=refused)

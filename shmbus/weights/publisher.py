@@ -178,10 +178,10 @@ class WeightPublisher:
         Carrier "shm": publish the changed elements with a version; a number limits their share of
         the elements, True means 0.05.
     directory : path, optional
-        Carrier "checkpoint": directory of the files.
+        Carrier "checkpoint", which "auto" then takes: directory of the files.
     keep : bool
-        Whether the weights survive `close`, as they survive a death, and an exception in the
-        ``with`` block.
+        Carrier "shm": whether the weights survive `close`, as they survive a death, and an
+        exception in the ``with`` block.
     label : str
         Name in messages and in `shmbus weights`.
 
@@ -247,7 +247,10 @@ class WeightPublisher:
         self._dtypes: Final = {each.name: each.dtype for each in self.manifest.tensors}
         self.carrier: Final = choose(carrier, device, directory=directory)
         chosen = CARRIERS[self.carrier.name]
-        for option, given in (("patches", patch_share(patches)), ("digests", digests)):
+        kept = keep and not chosen.takes_directory  # files stay in any case
+        for option, given in (
+            ("patches", patch_share(patches)), ("digests", digests), ("keep", kept),
+        ):  # fmt: skip
             if given and not chosen.in_slots:
                 raise ValueError(
                     f"carrier {self.carrier.name!r}: expected {option}=False, got {given}; only "

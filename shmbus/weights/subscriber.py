@@ -88,7 +88,7 @@ class WeightSubscriber(ClosedByWith):
     device : str | torch.device
         Target device; shown in this process's row.
     carrier : "auto" | "shm" | "cuda_vmm" | "cuda_ipc" | "memfd" | "checkpoint"
-        As the publisher's; "auto" takes any carrier of the publisher but "checkpoint".
+        As the publisher's; "auto" takes any carrier of the publisher, "checkpoint" by `directory`.
     directory : path, optional
         Carrier "checkpoint": directory of the files.
     label : str

@@ -41,6 +41,7 @@ def test_an_abandoned_bus_is_removed_only_with_yes(bus_name: str, spawn: Spawner
     worker = spawn.script(WORKER, bus_name, 3, "w")
     worker.expect("ready")
     assert found(bus_name)["verdict"] == "in_use"
+    assert "nothing" not in cli("gc", f"{bus_name}-none").out
     worker.kill()
     look = cli("gc", bus_name)
     assert look.status == 0

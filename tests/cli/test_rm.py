@@ -73,16 +73,13 @@ def test_force_removes_a_killed_daemons_files(bus_name: str, daemon: Callable[..
     assert (done.status, files_of(bus_name)) == (0, []), done.err
 
 
-def test_an_unknown_bus_is_named_with_the_one_that_was_meant(bus_name: str) -> None:
+def test_an_unknown_bus_is_named_and_keeps_no_other_from_going(bus_name: str) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"):
         missing = cli("rm", bus_name[:-1])
         assert missing.status == 1
         assert f"there is no bus '{bus_name[:-1]}' to remove" in missing.err
         assert f"did you mean '{bus_name}'?" in missing.err
         assert segment_path(bus_name).exists()
-
-
-def test_one_that_is_unknown_keeps_no_other_from_going(bus_name: str) -> None:
     shmbus.Bus.create(bus_name, "1MiB").close()
     ended = cli("rm", f"{bus_name}-none", bus_name)
     assert (ended.status, segments_named(bus_name)) == (1, [])

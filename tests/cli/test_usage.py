@@ -37,6 +37,7 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
         for share in ("0", "1", "nan", "half")
     ),
     ("weights", ("--verify", "--resume"), "not allowed with argument"),
+    ("status", ("--ray", "run1"), "--ray: expected HOST:PORT"),
     ("weights", ("--server", "http://127.0.0.1:8000"), "--server: expected with --verify"),
     *(
         ("weights", ("--kind", kind), "expected a kind of lower-case letters")
@@ -72,6 +73,19 @@ def test_a_wrong_word_is_refused(line: tuple[str, ...], env: dict[str, str], sai
     ended = cli(*line, env=env)
     assert (ended.status, said in ended.err) == (2, True), ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("stats", "status"), ("Status", "status"), ("snapshoot", "snapshot"), ("ls", "list"),
+     ("unlink", "rm"), ("delete", "rm"), ("clean", "gc"), ("serv", "serve"), ("doktor", "doctor"),
+     ("xyzzy", "")],
+)  # fmt: skip
+def test_a_mistyped_command_is_named_with_the_command_that_was_meant(word: str, meant: str) -> None:
+    ended = usage(word, "run1")
+    hint = f"did you mean {meant!r}? " if meant else ""
+    assert (ended.status, ended.out) == (2, "")
+    assert f"there is no command {word!r}; {hint}expected one of serve, status," in ended.err
 
 
 @pytest.mark.parametrize("columns", [60, 140])

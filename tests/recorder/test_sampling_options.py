@@ -116,7 +116,19 @@ def test_schemas_of_tools_are_a_grammar_where_the_engine_enforces_them() -> None
     assert not has_grammar({"tools": [STRICT]}, strict_tools=False)
 
 
-@pytest.mark.parametrize("value", ["temperature", "heat=1", "top_p=x", "top_k=nan", ""])
+INVALID = (
+    "temperature",
+    "heat=1",
+    "top_p=x",
+    "top_k=nan",
+    "",
+    "temperature=-1",
+    "top_p=0",
+    "top_k=.5",
+)
+
+
+@pytest.mark.parametrize("value", INVALID)
 def test_an_invalid_option_is_refused(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["proxy", "x", "--engine", "http://127.0.0.1:9", "--force-sampling", value])

@@ -83,6 +83,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (publisher(carrier="checkpoint", directory="/tmp", world_size=2), "ValueError: world_size=1"),
     (publisher(carrier="checkpoint", directory="/tmp", digests=True), "ValueError: digests=False"),
     (publisher(carrier="memfd", digests=True), "ValueError: digests=False"),
+    (publisher(carrier="memfd", keep=True), "ValueError: keep=False"),
     (publisher(carrier="checkpoint"), "WeightsError: no directory was given"),
     (subscriber(carrier="shm", directory="x"), "ValueError: an option of the carrier 'checkpoint'"),
     (subscriber(device="cuda:77"), "DeviceMismatchError: 'cuda:77' is not here; this process has"),

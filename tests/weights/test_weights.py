@@ -208,7 +208,7 @@ def test_a_subscriber_outlives_its_publisher(bus_name: str, publishers: MakePubl
 
 
 def test_weights_stay(by_each: MakePublisher, subscriber: WeightSubscriber) -> None:
-    by_each(many(2), keep=True).publish(version=1)
+    by_each(many(2)).publish(version=1)
     assert subscriber.wait(timeout=5) == 1
     with pytest.raises(BusBusyError, match="is rank 0 already"):
         by_each(many(2))
@@ -325,6 +325,7 @@ def test_a_probe_asks_and_changes_nothing(tmp_path: Path) -> None:
     before = (sorted(os.listdir("/dev/shm")), torch.cuda.is_initialized())
     choice = probe_carriers("cpu")
     assert choice.name == "shm" and "no directory" in choice.refused["checkpoint"]
+    assert probe_carriers("cpu", directory=tmp_path).name == "checkpoint"
     choice = probe_carriers("cpu", size=1 << 60, directory=tmp_path)
     assert choice.name == "checkpoint" and "/dev/shm has" in choice.refused["shm"]
     with pytest.raises(WeightsError, match=r"no carrier can serve here: shm: .*; checkpoint: no"):
