@@ -270,9 +270,7 @@ def test_a_rank_that_comes_late_after_a_restart_has_what_was_kept_for_it(
         slow.expect("took 1")
 
 
-def test_ranks_ask_alike_for_a_step_and_the_next_job_asks_anew(
-    daemon: Served, bus_name: str
-) -> None:
+def test_ranks_ask_alike_and_the_next_job_asks_anew(daemon: Served, bus_name: str) -> None:
     daemon("--capacity", "8MiB")
     put(bus_name, range(8))
     with two_ranks(bus_name) as (zero, one):

@@ -115,14 +115,17 @@ def test_a_trainer_evaluates_while_it_trains(
 
 
 def test_an_evaluation_says_how_many_groups_came_in_time(bus: Bus, producer: Producer) -> None:
-    with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
+    with OnlineDataHandler(bus.name, groups_per_batch=1, split="own") as handler:
         assert handler.evaluate(3, timeout=0.01) == {"eval/groups": 0.0, "eval/samples": 0.0}
         for number in range(2):
             producer.put(number, group_size=1, index=0, score=number, split="test", tokens=[1, 2])
         figures = handler.evaluate(3, timeout=0.05, split="test")
         assert figures["test/groups"] == 2 and figures["test/reward/mean"] == 0.5
-        producer.put("own", group_size=1, index=0, split="test", tokens=[1])
-        (group,) = handler.take("test", timeout=5)
-        assert group.instance_id == "own"
-        group.ack()
+        for split in ("own", "test"):
+            producer.put(split, group_size=1, index=0, split=split, tokens=[1])
+        with pytest.raises(ValueError, match="another than 'own', whose groups come as batches"):
+            handler.evaluate(1, split="own")
+        with handler.take("test", timeout=5)[0] as group:
+            assert group.instance_id == "test"
+        assert handler.next_batch(10).instance_ids == ["own"]
         assert handler.stats().balanced

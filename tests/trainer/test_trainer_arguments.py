@@ -99,6 +99,7 @@ REFUSED: list[tuple[Call, str]] = [
     (asked("evaluate", torch.ones(2)), "TypeError: groups: expected an int, got Tensor"),
     (asked("evaluate", 1, timeout="soon"), "TypeError: timeout: expected seconds or None, got str"),
     (asked("take", "train"), "ValueError: ^split: expected another than 'train'"),
+    (asked("evaluate", 1, split=None), "TypeError: split: expected a str, got NoneType"),
     (asked("take", 3), "TypeError: ^split: expected"),
     (asked("offer", {"q": [1]}), "TypeError: iterable of dicts.*got one dict.*items"),
     (asked("offer", "text"), "TypeError: got one str"),

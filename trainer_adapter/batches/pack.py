@@ -292,8 +292,7 @@ def pack(
         "mask" leaves truncated samples, by their ``meta["finish_reason"]``, out of the loss; their
         scores still count for their groups. "exclude" leaves their scores out too.
     extra_fields : dict of str to kind or ExtraField, optional
-        Further fields for `Batch.extra`: "token", "ragged", "sequence" or "meta", explained in
-        `ExtraField`.
+        Further fields for `Batch.extra`, by the kinds of `ExtraField`.
     pack_threads : int
         Copying threads, the caller's included. They start and end with the copy.
 

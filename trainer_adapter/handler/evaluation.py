@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import shmbus
-from shmbus.base.arguments import check_int, check_timeout
+from shmbus.base.arguments import check_int, check_split, check_timeout
 from shmbus.batch.gather import FieldNames
 from trainer_adapter.handler.group_calls import WORK_SLICE_S, GroupScoring
 
@@ -24,9 +24,14 @@ class Evaluation:
     """Takes groups of other splits for a handler, scored, and makes figures of them."""
 
     def __init__(
-        self, consumer: shmbus.Consumer, fields: FieldNames, scoring: GroupScoring | None
+        self,
+        consumer: shmbus.Consumer,
+        fields: FieldNames,
+        scoring: GroupScoring | None,
+        trained_split: str,
     ) -> None:
         self._consumer = consumer
+        self._trained_split = trained_split
         self._fields = fields
         self._scoring = scoring
         #: Consumers of further splits, if a daemon serves the bus.
@@ -42,9 +47,11 @@ class Evaluation:
     def take(
         self, split: str = "eval", *, max_groups: int = MOST_AT_ONCE, timeout: float | None = 0.1
     ) -> list[shmbus.Group]:
-        """Take complete groups of a split beside "train", like `shmbus.Consumer.take`."""
-        if split == "train":
-            raise ValueError("split: expected another than 'train', whose groups come as batches")
+        """Take complete groups of a split beside the trained split, like `Consumer.take`."""
+        if check_split(split) == self._trained_split:
+            raise ValueError(
+                f"split: expected another than {split!r}, whose groups come as batches"
+            )
         if self._scoring is None:
             return self._take(split, max_groups, timeout)
         timeout = check_timeout(timeout)

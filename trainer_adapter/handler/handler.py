@@ -246,12 +246,13 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
             self._found = self._consumer.policy_version, 0
             if self._found[0] and rank == 0:
                 self._found = self._found[0], self._consumer.stats().undelivered
+            split = consumer_options.get("split", "train")
             self._prompts = PromptOffers(
                 self._consumer,
                 self._planner,
                 rank=rank,
                 world_size=world_size,
-                split=consumer_options.get("split", "train"),
+                split=split,
                 prompt_schema=consumer_options.get("prompt_schema"),
             )
             drop = functools.partial(self._consumer.drop, reason="filtered")
@@ -275,7 +276,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
                     **limits,
                 )
             )
-            self._evaluation = Evaluation(self._consumer, self._fields, self._scoring)
+            self._evaluation = Evaluation(self._consumer, self._fields, self._scoring, split)
             max_policy_lag = consumer_options.get("max_policy_lag")
             self._admission = Admission(
                 self._consumer,
@@ -743,7 +744,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
     def take(
         self, split: str = "eval", *, max_groups: int = MOST_AT_ONCE, timeout: float | None = 0.1
     ) -> list[shmbus.Group]:
-        """Take complete groups of a split beside "train", like `shmbus.Consumer.take`.
+        """Take complete groups of a split beside the trained split, like `shmbus.Consumer.take`.
 
         Parameters
         ----------
@@ -761,7 +762,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         Raises
         ------
         ValueError
-            The split is "train", delivered as batches only.
+            The split is the handler's own, "train" by default, delivered as batches only.
         TypeError, BusClosedError, BusRemovedError, StallError, DaemonUnavailableError
             As for `shmbus.Consumer.take`.
         """
@@ -859,11 +860,6 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         ------
         BusClosedError
             The handler is closed.
-
-        Examples
-        --------
-        ``wandb.log(handler.metrics())``, ``mlflow.log_metrics(handler.metrics(), step=batch.step)``
-        or ``for name, value in handler.metrics().items(): writer.add_scalar(name, value, step)``.
         """
         return self._metrics.read(prefix)
 
