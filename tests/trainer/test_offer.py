@@ -474,7 +474,7 @@ def test_a_state_of_other_data_is_named_and_the_right_data_go_on(bus: Bus) -> No
         shuffled = prompts(10)[::-1]
         for given in (shuffled, iter(shuffled), iter(shuffled[:2])):
             for _ in range(2):
-                with pytest.raises(ValueError, match=r"those of the checkpoint.*got others"):
+                with pytest.raises(ValueError, match=r"at prompt \d, .*got other data"):
                     handler.offer(given, group_size=2)
         handler.offer(prompts(10), group_size=2)
         seen = train_all(handler)

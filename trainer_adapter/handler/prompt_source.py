@@ -262,9 +262,9 @@ def _checked(prompts: Any) -> Any:
 
 def _others(position: int, why: str) -> ValueError:
     return ValueError(
-        f"prompts: expected those of the checkpoint, which stands at prompt {position}, in their "
-        f"order, got others: {why}; give the same data, shuffled with the same seed, or remove "
-        "'offer' from the state to begin with others"
+        f"prompts: expected the data of the earlier offer or checkpoint, at prompt {position}, in "
+        f"the same order, got other data: {why}; give the same data, shuffled with the same seed, "
+        "or make a new handler, and remove 'offer' from a loaded state"
     )
 
 
