@@ -234,7 +234,8 @@ class PromptSource:
             except TypeError:
                 here = None
             if list(last) != here:
-                got = "no prompt" if here is None else f"{here[0]!r}"
+                changed = " with other content" if here and here[0] == last[0] else ""
+                got = f"{here[0]!r}{changed}" if here else "no prompt"
                 raise _others(number + 1, f"prompt {number} was {last[0]!r}, and here it is {got}")
         self.unchecked = False
 
