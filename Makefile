@@ -132,7 +132,7 @@ test-relay: $(VENV)/.dev ## Test the relay on Ray clusters of several nodes (min
 test-web: build/web/.made ## Test the page in a real headless browser (SHMBUS_CHROMIUM)
 	build/web/bin/pytest -p no:cacheprovider $(ARGS) tests/web
 
-test-site: build/web/.made docs ## Ask the site 37 questions in a real headless browser (SHMBUS_CHROMIUM)
+test-site: build/web/.made docs ## Ask the site 40 questions in a real headless browser (SHMBUS_CHROMIUM)
 	build/web/bin/pytest -p no:cacheprovider $(ARGS) tests/web/test_site.py
 
 build/web/.made: constraints.txt pyproject.toml $(C_SOURCES) $(C_HEADERS)

@@ -122,9 +122,9 @@ def _collector(options: AttachOptions, opened: list[Source]) -> Collector:
             each.segment.name == options.name for each in _collectors if not each.segment.closed
         ):
             raise errors.BusBusyError(
-                f"{error}. That is this same process: another Consumer of it, or an "
-                "OnlineDataHandler, reads the bus, as after a notebook's cell that ran twice; "
-                "close the earlier one, or go on with it"
+                f"{error}. The reader is a Consumer or OnlineDataHandler of this same process, "
+                "for example of a notebook's cell that ran twice; close the earlier handle, or "
+                "go on with it"
             ) from None
         raise
 

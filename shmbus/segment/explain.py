@@ -192,16 +192,16 @@ def busy_error(segment: _core.Segment, what: str) -> errors.BusBusyError:
         head = f"bus {segment.name!r} is read by pid {holder['pid']} ({label}) already; "
         if label == DAEMON_LABEL:
             return errors.BusBusyError(
-                f"{head}that is its daemon: lease groups from it, without daemon=False"
+                f"{head}the reader is the daemon: lease groups from it, without daemon=False"
             )
         if label == RELAY_LABEL:
             return errors.BusBusyError(
-                f"{head}that is a relay, which carries its records to another bus: take the groups "
-                "there, or end the relay first"
+                f"{head}the reader is a relay, which carries records to a trainer's bus: take the "
+                "groups there, or end the relay first"
             )
         return errors.BusBusyError(
-            f"{head}a bus has one reader: close that one first, use another bus, or serve this one "
-            f"to many: end that one and start `shmbus serve {segment.name}`"
+            f"{head}a bus has a single reader: close that reader first, or use a second bus; for "
+            f"several readers end that reader and start `shmbus serve {segment.name}`"
         )
     alive, _, _ = segment.tally()
     return errors.BusBusyError(

@@ -232,6 +232,7 @@ def test_a_name_without_a_file_is_an_error_and_the_rest_is_done(bus_name: str) -
     assert result.status == 1
     assert bus_name + ".none" in result.err
     assert not segment_path(bus_name).exists()
+    assert cli("gc", bus_name).out == ""
 
 
 def test_odd_file_names_are_shown_and_steer_no_terminal(bus_name: str) -> None:

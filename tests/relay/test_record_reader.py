@@ -55,9 +55,9 @@ def test_status_names_the_relay_and_what_it_holds(bus: str) -> None:
         assert (status.ledger.stashed, status.ledger.in_ring) == (8, 4)
         assert status.ledger.balanced and status.ledger.exact
         assert "shmbus relay" in cli("status", bus).out
-        with pytest.raises(shmbus.BusBusyError, match=r"that is a relay.*take the groups there"):
+        with pytest.raises(shmbus.BusBusyError, match=r"the reader is a relay.*take the groups"):
             RecordReader(bus)
-        with pytest.raises(shmbus.BusBusyError, match="that is a relay"):
+        with pytest.raises(shmbus.BusBusyError, match="the reader is a relay"):
             shmbus.Consumer(bus).take(timeout=0)
 
 

@@ -334,7 +334,7 @@ def test_a_second_reader_is_told_of_the_daemon_and_of_itself(bus_name: str) -> N
             Consumer(bus_name)
         said = str(caught.value)
         assert f"`shmbus serve {bus_name}`" in said
-        assert "this same process" in said and "close the earlier one" in said
+        assert "this same process" in said and "close the earlier handle" in said
         with TEMPLATE.Pool(1) as pool:
             said = pool.apply(busy, (bus_name,))
         assert f"pid {os.getpid()}" in said and "same process" not in said

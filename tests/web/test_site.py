@@ -1,4 +1,4 @@
-"""The built documentation site in a real browser: 37 questions of newcomers, in four views."""
+"""The built documentation site in a real browser: 40 questions of newcomers, in four views."""
 
 import functools
 import http.server
@@ -48,6 +48,9 @@ QUESTIONS = {
     "stale samples": ("trainer", "operating"),
     "zero variance": ("trainer",),
     "reward model": ("trainer",),
+    "reference model": ("trainer",),
+    "exactly once": ("reliability",),
+    "segfault": ("errors",),
     "timeout": ("trainer", "operating"),
     "pause producers": ("operating",),
     "backpressure": ("operating",),

@@ -69,7 +69,7 @@ def _drawn(path: Path, place: Literal["lower right", "upper left"]) -> Iterator[
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=110)
     yield axes
     axes.grid(alpha=0.25)
-    axes.legend(loc=place, frameon=False)
+    axes.legend(loc=place)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

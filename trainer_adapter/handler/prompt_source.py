@@ -234,7 +234,8 @@ class PromptSource:
             except TypeError:
                 here = None
             if list(last) != here:
-                got = "no prompt" if here is None else f"{here[0]!r}"
+                changed = " with other content" if here and here[0] == last[0] else ""
+                got = f"{here[0]!r}{changed}" if here else "no prompt"
                 raise _others(number + 1, f"prompt {number} was {last[0]!r}, and here it is {got}")
         self.unchecked = False
 
@@ -262,9 +263,9 @@ def _checked(prompts: Any) -> Any:
 
 def _others(position: int, why: str) -> ValueError:
     return ValueError(
-        f"prompts: expected those of the checkpoint, which stands at prompt {position}, in their "
-        f"order, got others: {why}; give the same data, shuffled with the same seed, or remove "
-        "'offer' from the state to begin with others"
+        f"prompts: expected the data of the earlier offer or checkpoint, at prompt {position}, in "
+        f"the same order, got other data: {why}; give the same data, shuffled with the same seed, "
+        "or make a new handler, and remove 'offer' from a loaded state"
     )
 
 
