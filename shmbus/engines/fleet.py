@@ -489,8 +489,7 @@ class EngineFleet(ClosedByAsyncWith):
     def _is_repeated(self, version: int, strange: bool) -> bool:
         """Return whether caches may hold entries of older weights under a reused salt.
 
-        `strange`: servers filled caches before this fleet or its pool knew the servers. Without
-        rows a salt holds the bus's identity and a number, and outlives a pool.
+        `strange`: servers filled caches before this fleet or its pool knew the servers.
         """
         said = self._said()
         # The bus's version falls after a trainer went back; 0 means no announcement yet.

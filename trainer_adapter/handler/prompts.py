@@ -196,10 +196,9 @@ class PromptOffers:
                 return
 
     def _count_whole(self, source: PromptSource) -> int:
-        """Count the prompts to offer now, since the bus holds their groups and no request.
+        """Count the prompts to offer now, whose groups the bus holds without a request.
 
-        Offered before its training, a group ends its request with it. A prompt much later in the
-        data will be trained by then, and not offered.
+        Offered before its training, a group ends its request with it.
         """
         places = {key: source.place_of(key[1] or 0) for key in self._whole}
         reach = self._ahead_batches * self._planner.batch_groups + len(places)
