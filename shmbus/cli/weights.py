@@ -71,11 +71,11 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables, or end a dead trainer's remains."""
-    if arguments.resume:
-        return subprocess.run(resume_program(arguments.name), check=False).returncode
     if arguments.server and not arguments.verify:
         print("shmbus weights: --server: expected with --verify; add --verify", file=sys.stderr)
         return 2
+    if arguments.resume:
+        return subprocess.run(resume_program(arguments.name), check=False).returncode
     if arguments.verify:
         require_extra("engines", "aiohttp", "torch", option="--verify")
         from shmbus.engines.verify import report

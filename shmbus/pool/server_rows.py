@@ -204,7 +204,7 @@ def _unknown(row: ReaderStatus, pool: PoolStatus, trainers: int) -> str:
     rank = f"rank {row.label.rpartition(_RANK)[2]}"
     if row.state == "dead":
         ran = "" if row.applied_version is None else f" with version {row.applied_version}"
-        return f"the process of {rank} (pid {row.pid}) {_ENDED}{ran}"
+        return f"the process of {rank} (pid {row.pid}) {_ENDED}{ran}, or reads another bus"
     if row.error_code == LOADING_CODE and row.refused_version is not None:
         return ""
     if row.applied_version is None:

@@ -180,7 +180,9 @@ def _faults(
     if fit.strict:
         taken = {manifest.root(name) for name in found}
         unexpected = [f"unexpected: {t.name!r}" for t in manifest.tensors if t.name not in taken]
-    return [*(missing if fit.strict else []), *unexpected, *shapes, *dtypes]
+    # A load of nothing is no load, in any mode: the row would say that the version runs.
+    needed = missing if fit.strict or len(missing) == len(found) else []
+    return [*needed, *unexpected, *shapes, *dtypes]
 
 
 def _tied(manifest: Manifest, pairs: Mapping[str, Pair]) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shmbus.base.arguments import check_number
 from shmbus.pool import Piece
 from shmbus.tensors.views import DTYPE_BYTES, byte_view
 from shmbus.weights.manifest import Manifest, TensorPlace
@@ -105,11 +106,10 @@ def patch_share(patches: bool | float) -> float:
     """Read the option `patches`."""
     if isinstance(patches, bool):
         return DEFAULT_SHARE if patches else 0.0
-    if not isinstance(patches, int | float):
-        raise TypeError(f"patches: expected a bool or a share, got {type(patches).__name__}")
-    if not 0 <= patches <= 1:
+    share = check_number("patches", patches, "a bool or a share")
+    if not 0 <= share <= 1:
         raise ValueError(f"patches: expected a share of elements from 0 to 1, got {patches}")
-    return float(patches)
+    return share
 
 
 def element_width(dtype: str) -> int:

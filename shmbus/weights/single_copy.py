@@ -173,7 +173,7 @@ def open_file(bus: str, timeout: float) -> SharedFile:
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"nobody shares one copy of the weights of bus {bus!r} in {timeout:g} s; call "
-                    "share() in the trainer"
+                    "share_model() in the trainer"
                 ) from error
             time.sleep(0.01)
         except BaseException:

@@ -317,7 +317,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         model : torch.nn.Module | mapping of Tensor
             Of a DTensor, the local shard is written, and only its part is read.
         strict : bool
-            Whether the tensors of both sides must match completely.
+            Whether the tensors of both sides must match completely; at least one always must.
         cast : bool
             Whether dtypes may differ.
         slices : mapping of Slice, optional

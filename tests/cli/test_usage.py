@@ -38,7 +38,7 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ),
     ("weights", ("--verify", "--resume"), "not allowed with argument"),
     ("status", ("--ray", "run1"), "--ray: expected HOST:PORT"),
-    ("weights", ("--server", "http://127.0.0.1:8000"), "--server: expected with --verify"),
+    ("weights", ("--resume", "--server", "http://[::1]:80"), "--server: expected with --verify"),
     *(
         ("weights", ("--kind", kind), "expected a kind of lower-case letters")
         for kind in ("", "a/b", "Weights")

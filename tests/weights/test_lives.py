@@ -12,10 +12,11 @@ import torch
 from conftest import Spawner
 from weight_models import many
 
-from shmbus import BusRemovedError, WaitTimeoutError
+from shmbus import BusRemovedError, VersionUnknownError, WaitTimeoutError
 from shmbus.engines.rows import RankRows
 from shmbus.pool import pool_status, read_pool, unlink_pool
 from shmbus.pool.pool_file import pool_path
+from shmbus.pool.server_rows import ServerRows
 from shmbus.weights import ModuleSource, VersionOrderError, WeightPublisher, WeightSubscriber
 
 CARRIERS = ["shm", "memfd"]
@@ -175,10 +176,10 @@ class Named:
 
 
 def test_a_number_of_an_earlier_life_is_not_taken_for_the_new_version(bus_name: str) -> None:
-    rows = RankRows(bus_name)
+    rows, of_workers = RankRows(bus_name), ServerRows(bus_name)
     trainer = Trainer(bus_name)
-    label = f"{Named.address} rank 0"
-    with trainer.publisher, WeightSubscriber(bus_name, label=label) as subscriber:
+    subscriber = WeightSubscriber(bus_name, label=f"{Named.address} rank 0")
+    with trainer.publisher:
         for value in (1, 2):
             trainer.publish(7, value)
             trainer.publisher.new_life()
@@ -189,6 +190,10 @@ def test_a_number_of_an_earlier_life_is_not_taken_for_the_new_version(bus_name: 
                 weights.load_into(trainer.model)
             assert rows.missing(Named(), 1, 7) is None
             assert rows.whole_version(Named(), 1) == 7
+        subscriber.close()  # the process lives on, as an engine under another bus
+        with pytest.raises(VersionUnknownError, match="7, or reads another bus"):
+            of_workers.version_of(Named.address, 7)
+        of_workers.close()
 
 
 def test_a_look_at_one_server_reads_its_rows_alone(

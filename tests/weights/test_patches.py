@@ -287,7 +287,7 @@ def test_a_patch_is_not_tried_for_ever_where_too_much_changes() -> None:
 
 
 def test_shares_and_capacities_are_checked() -> None:
-    assert [patch_share(it) for it in (False, True, 0.1, 1)] == [0.0, 0.05, 0.1, 1.0]
+    assert [*map(patch_share, (False, True, 0.1, np.float32(0.5), 1))] == [0, 0.05, 0.1, 0.5, 1]
     manifest = Manifest.plan([ParamMeta("t", "bfloat16", (1000, 1000))])
     assert patch_capacity(manifest, 0.0, 1) == 0
     assert 0.015 < patch_capacity(manifest, 0.01, 1) / manifest.total < 0.025

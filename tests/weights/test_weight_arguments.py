@@ -116,8 +116,8 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
         for make in (ModuleSource, ShardedSource)
         for wrong, kind in (("up", "ValueError"), (None, "TypeError"), (1, "TypeError"))
     ),
-    (lambda g: patch_share(-0.1), "ValueError: patches: expected"),
-    (lambda g: patch_share(1.5), "ValueError: patches: expected"),
+    *((lambda g, s=s: patch_share(s), "ValueError: patches: expected") for s in (-0.1, 1.5)),  # type: ignore[misc]
+    (lambda g: g.reader.latest(timeout=0).load_into({"x": BYTES}, strict=False), "ManifestError"),
     (lambda g: patch_share("yes"), "TypeError: patches: expected"),  # type: ignore[arg-type]
 ]
 

@@ -280,8 +280,11 @@ class CheckpointReader:
         """Wait for a version."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            sequence, target = self._newest()
-            if target is not None and sequence > after:
+            name = _newest_in(self._directory)
+            found = _NAME.fullmatch(name)
+            sequence = int(found[2]) if found else 0
+            if sequence > after:
+                target = self._directory / name
                 try:
                     return CheckpointVersion(target, sequence)
                 except DamagedError:
@@ -309,12 +312,6 @@ class CheckpointReader:
     def removed(self) -> bool:
         """Return False: every poll looks up the directory anew."""
         return False
-
-    def _newest(self) -> tuple[int, Path | None]:
-        name = _newest_in(self._directory)
-        if found := _NAME.fullmatch(name):
-            return int(found[2]), self._directory / name
-        return 0, None
 
     def close(self) -> None:
         """Do nothing."""
