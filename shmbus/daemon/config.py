@@ -222,18 +222,14 @@ def _parse_schema(value: str) -> _core.DeclaredSchema:
     fields: dict[str, Any] = {}
     for name, spec in given.items():
         if isinstance(spec, list):
-            shape = spec[1:]
-            fields[name] = (*spec[:1], *(... if each == "..." else _tuple(each) for each in shape))
+            shape = [tuple(each) if isinstance(each, list) else each for each in spec[1:]]
+            fields[name] = (*spec[:1], *(... if each == "..." else each for each in shape))
         else:
             fields[name] = spec
     try:
         return parse(fields)
     except TypeError as error:
         raise ValueError(str(error)) from error
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _converted(source: str, name: str, value: Any) -> Any:
