@@ -6,6 +6,7 @@ times out after one second, and reports the timeout.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from typing import TypeVar
@@ -86,6 +87,11 @@ def ask_snapshot(name: str, directory: str) -> bytes | None:
             f"bus {name!r}: its daemon (pid {wire.pid}) ended before the snapshot was complete "
             f"({error}), and left no files; see the daemon's log, and try again"
         ) from None
+    if reply is None:
+        raise errors.DaemonUnavailableError(
+            f"bus {name!r}: its daemon (pid {wire.pid}) does not answer within "
+            f"{limits.HELLO_WAIT_S:g} s, and wrote nothing; `shmbus status {name}` names the reason"
+        )
     if isinstance(reply, messages.Refused):
         raise refusal(reply)
     assert isinstance(reply, messages.SnapshotTaken)
@@ -95,20 +101,21 @@ def ask_snapshot(name: str, directory: str) -> bytes | None:
 def _ask(
     wire: Wire, name: str, request: messages.Request, label: str, wait_s: float | None
 ) -> messages.Reply | None:
-    """Send a request and wait for its reply, None on timeout; closes the connection."""
+    """Send a request and wait for its reply, as long as a daemon works if `wait_s` is None."""
     hello = messages.Hello(
         version=messages.VERSION, bus=name, pid=os.getpid(), label=label, observer=True
     )
     try:
-        wire.send(hello, request)
-        deadline = None if wait_s is None else time.monotonic() + wait_s
-        while True:
-            slice_s = limits.TAKE_SLICE_S if deadline is None else deadline - time.monotonic()
-            if slice_s <= 0:
-                return None
-            for reply in wire.receive(slice_s):
+        wire.send(hello)
+        deadline = time.monotonic() + (limits.HELLO_WAIT_S if wait_s is None else wait_s)
+        while (left_s := deadline - time.monotonic()) > 0:
+            for reply in wire.receive(min(left_s, limits.TAKE_SLICE_S)):
                 if not isinstance(reply, messages.Welcome):
                     wire.send(messages.Bye())
                     return reply
+                wire.send(request)
+                if wait_s is None:
+                    deadline = math.inf
+        return None
     finally:
         wire.end()

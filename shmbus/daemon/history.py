@@ -120,10 +120,7 @@ class Events:
     def read(
         self, after: int, limit: int, *, groups: bool = True, trace: bool = False
     ) -> tuple[list[BusEvent], int, int]:
-        """Return the newest events behind a number.
-
-        For a trace: the oldest events, and samples are noted for some seconds.
-        """
+        """Return the newest events behind a number; for a trace the oldest, and note samples."""
         if after > self._newest:
             after = 0  # a number of an earlier daemon
         found = _newest_of(self._others, after, OTHER_EVENTS if trace else limit)

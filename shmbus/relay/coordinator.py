@@ -476,10 +476,8 @@ class Coordinator:
     # -- placing ---------------------------------------------------------------------------------
 
     def place(self) -> list[Message]:
-        """Assign complete groups, the heaviest first, each to the sink with the fewest bytes.
-
-        Bytes under way tell nothing at a low rate: each group is put before the next comes.
-        """
+        """Assign complete groups, the heaviest first, each to the sink with the fewest bytes."""
+        # Bytes under way tell nothing at a low rate: each group is put before the next comes.
         if not all(view.heard for view in self.sinks.values()):
             return []
         said: list[Message] = []

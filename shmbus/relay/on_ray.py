@@ -469,10 +469,7 @@ class Relay:
         )
 
     def require_begun(self) -> None:
-        """Wait for all actors beside buses to begin.
-
-        DaemonUnavailableError names late actors and their reasons.
-        """
+        """Wait for all actors beside buses; DaemonUnavailableError names late actors."""
         deadline_s = time.monotonic() + _BEGIN_S
         lasting_s = math.inf
         while True:

@@ -87,8 +87,7 @@ def _exported(kind: MemoryKind) -> Carrier:
     )
 
 
-#: Carriers by name. "auto" takes the carrier of a given directory, or else the first usable
-#: carrier that permits an automatic choice.
+#: Carriers by name. "auto" takes a given directory's, or the first that permits the choice.
 CARRIERS: Final = {
     "shm": Carrier(
         _shm_problem,

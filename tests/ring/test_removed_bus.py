@@ -12,7 +12,6 @@ import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer
 
 DATA = np.arange(10, dtype=np.int32)
-#: Beyond the end of any ending wait.
 LONG_S = 60.0
 
 

@@ -382,15 +382,12 @@ def test_a_damaged_schema_is_refused_by_producers_and_shown_to_operators(
         assert len(consumer.take(2, 10.0)) == 2
 
 
-def test_status_shows_the_schema(bus: Bus) -> None:
+def test_status_and_a_snapshot_have_the_schema(bus: Bus, tmp_path: Path) -> None:
     found = read_status(bus.name)
     assert found.schema is not None and found.schema_problem == ""
     assert found.schema == list(fields_of(parse(SCHEMA)))
     text = schema_text(found.schema, "")
     assert "tokens" in text and "[T, 4, *]" in text and "may be missing" in text
-
-
-def test_a_snapshot_keeps_the_schema(bus: Bus, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     with Producer(bus.name) as producer:
         put(producer)

@@ -1,6 +1,7 @@
 """Snapshots of a bus that a daemon serves: of one instant, and nobody notices but by waiting."""
 
 import resource
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -138,6 +139,9 @@ def test_an_unwritable_snapshot_is_told(daemon: Served, bus_name: str, tmp_path:
     assert snapshot.read_manifest(tmp_path / "snap").records == 4
     with shmbus.Consumer(bus_name) as consumer:
         assert len(consumer.take(timeout=10)) == 4
+    served.child.send_signal(signal.SIGSTOP)
+    result = cli("snapshot", bus_name, str(tmp_path / "stopped"))
+    assert result.status == 1 and f"pid {served.child.pid}" in result.err
 
 
 def test_a_full_disk_is_told_with_what_it_needs(
