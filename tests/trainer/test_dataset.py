@@ -25,23 +25,15 @@ def put(producer: Producer, key: str, metas: list[Any] | None = None, **more: An
         producer.put(key, group_size=len(metas), index=index, meta=meta, timeout=10, **given)
 
 
-def test_a_data_loader_passes_batches_on(bus: Bus, producer: Producer) -> None:
-    for number in range(6):
-        put(producer, f"k{number}")
+def test_a_data_loader_passes_batches_on_and_refuses_workers(bus: Bus, producer: Producer) -> None:
+    keys = [f"k{number}" for number in range(4)]
+    for key in keys:
+        put(producer, key)
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler:
         assert isinstance(handler, IterableDataset)
-        got = []
-        for batch in DataLoader(handler, batch_size=None):
-            got += keys_of(batch)
+        for first, batch in zip((0, 2), DataLoader(handler, batch_size=None), strict=False):
+            assert keys_of(batch) == keys[first : first + 2]
             handler.ack(batch)
-            if len(got) == 6:
-                break
-        assert got == [f"k{number}" for number in range(6)]
-        assert handler.stats().acknowledged == 12
-
-
-def test_workers_of_a_data_loader_are_refused(bus: Bus) -> None:
-    with OnlineDataHandler(bus.name) as handler:
         loader = DataLoader(handler, batch_size=None, num_workers=1, multiprocessing_context="fork")
         with pytest.raises(RuntimeError, match="pass num_workers=0"):
             next(iter(loader))
@@ -143,14 +135,18 @@ def test_truncated_samples_are_kept_masked_or_dropped_with_their_group(
         assert batch.loss_mask[1] and handler.truncated_groups == 0
 
 
-@pytest.mark.parametrize("field", ["logprobs", "advantages"])
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [(field, wrong) for field in ("logprobs", "advantages") for wrong in (np.nan, np.inf, -np.inf)]
+    + [("logprobs", wrong) for wrong in (0.01, 3.0, 1e30)],
+)
 @pytest.mark.parametrize("malformed", ["raise", "drop"])
-def test_what_is_not_finite_where_it_is_trained_drops_its_group_alone(
-    bus: Bus, producer: Producer, malformed: Any, wrong: float, field: str
+def test_what_no_loss_takes_where_it_is_trained_drops_its_group_alone(
+    bus: Bus, producer: Producer, malformed: Any, field: str, wrong: float, dtype: str
 ) -> None:
-    put(producer, "before")
-    put(producer, "bad", **{field: np.array([0, 0, wrong, 0], np.float32)})
+    put(producer, "before", logprobs=np.array([1e-7, 0, 9e-4, -1], dtype))  # rounded
+    put(producer, "bad", **{field: np.array([0, 0, wrong, 0], dtype)})
     put(producer, "after")
     with OnlineDataHandler(
         bus.name, groups_per_batch=2, malformed=malformed, max_wait=0.05
@@ -183,18 +179,6 @@ def test_a_mask_of_other_values_than_0_and_1_drops_its_group_alone(
         batch = handler.next_batch(10)
         assert keys_of(batch) == ["good"]
         assert batch.loss_mask.tolist()[:4] == [True, False, False, True]
-
-
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-@pytest.mark.parametrize("wrong", [0.01, 3.0, 1e30])
-def test_positive_logprobs_drop_it(bus: Bus, producer: Producer, wrong: float, dtype: str) -> None:
-    put(producer, "bad", logprobs=np.array([-1, -1, wrong, -1], dtype))
-    put(producer, "rounded", logprobs=np.array([1e-7, 0, 9e-4, -1], dtype))
-    with OnlineDataHandler(bus.name, groups_per_batch=1, max_wait=0.05) as handler:
-        with pytest.raises(ValueError, match=r"'bad'\[0\].*'logprobs'.* at token 2"):
-            handler.next_batch(10)
-        assert keys_of(handler.next_batch(10)) == ["rounded"]
-        assert handler.stats().dropped == {"malformed": 2}
 
 
 def test_a_long_sequence_is_malformed_and_a_large_group_alone(bus: Bus, producer: Producer) -> None:

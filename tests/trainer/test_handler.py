@@ -255,6 +255,22 @@ def test_after_a_restart_nothing_is_trained_twice_and_nothing_is_skipped(
         assert handler.stats().acknowledged == sum(map(len, groups.values()))
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_checkpoint_loaded_again_repeats(bus: Bus, producer: Producer, prefetch: int) -> None:
+    keys = list(put_random(producer, 5, 5))
+    with OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch) as handler:
+        before = handler.next_batch(10)
+        state = handler.state_dict()
+        handler.ack([handler.next_batch(10) for _ in range(3)][1])
+        handler.load_state_dict(state)
+        handler.ack(before)
+        for step, key in enumerate([keys[1], *keys[3:]], 1):
+            batch = handler.next_batch(10)
+            assert (batch.step, keys_of(batch)) == (step, [key])
+            handler.ack(batch)
+        assert handler.stats().leased == 0
+
+
 def test_the_state_of_another_bus_filters_nothing(bus_name: str) -> None:
     state: Any = None
     for _ in range(2):

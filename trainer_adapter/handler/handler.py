@@ -126,8 +126,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         Treatment of truncated samples, with ``meta["finish_reason"]`` "length", "max_tokens" or
         "abort": train them normally; leave them out of the loss, while their scores still count for
         their groups; leave their scores out of the groups' baselines too; or drop their whole
-        group. `truncated_groups` counts these dropped groups, found in the ledger under
-        "malformed".
+        group, counted by `truncated_groups` and in the ledger under "malformed".
     stale_samples : "drop" | "mask" | "exclude"
         Treatment of samples more than `max_policy_lag` versions behind: drop
         their whole group, or leave those samples alone out of the loss when their batch is packed,
@@ -167,9 +166,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         `UnservedGroupError` is raised. A function runs in a separate thread under this limit, and
         when a batch without `prefetch` is awaited with a timeout.
     **consumer_options
-        As for `shmbus.Consumer`: group_timeout, on_timeout, max_policy_lag,
-        skip_zero_variance, duplicate, max_stash_bytes, on_overflow, sample_retries, retry_timeout,
-        retry_backoff, on_failure, label, daemon, on_stall, stall_timeout, prompt_schema.
+        As for `shmbus.Consumer`, such as group_timeout, max_policy_lag and skip_zero_variance.
 
     Raises
     ------
@@ -946,8 +943,8 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
     def load_state_dict(self, state: Any) -> None:
         """Continue from a checkpoint. Its policy version is set, even to a lower value.
 
-        Untrained requests missing on the bus are offered again. `request` does not repeat requests
-        offered after the save and still on the bus.
+        Batches out from that step on are given back. Untrained requests missing on the bus are
+        offered again; `request` does not repeat later offers that are still on the bus.
 
         Parameters
         ----------
@@ -965,6 +962,9 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         self._found = 0, 0
         self._prompts.restore_position(saved.offer)
         self._consumer.reset_policy_version(saved.policy_version)
+        for batch in reversed(self.out):
+            if batch.step >= saved.step:
+                self.give_back(batch)
         with self._locked():
             self._admission.trained = saved.trained
             self._planner.begin_at(saved.step, time.monotonic())
