@@ -66,7 +66,7 @@ def _from(least: int) -> Callable[[str], int]:
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return 1 with a hint for missing packages, 2 for options that do not fit."""
     if bool(arguments.engine) != bool(arguments.model) or (arguments.engine and arguments.chaos):
-        print("shmbus demo: --engine and --model go together, without --chaos", file=sys.stderr)
+        print("shmbus demo: expected --engine vllm and --model FOLDER, no --chaos", file=sys.stderr)
         return 2
     needed = ["torch", "matplotlib"]
     install = "pip install 'shmbus[demo]'"
