@@ -38,8 +38,6 @@ PROMPT, OUTPUT = 4096, 64
 ENGINE_S: Final = 1.0
 #: Seconds of the engine's answer to a short call beside a long stream.
 SHORT_S: Final = 0.02
-#: Callers of short calls beside a long stream, each with a session.
-CALLERS: Final = 1
 SCHEMA: Final = {"tokens": "int32", "logprobs": "float32", "loss_mask": "uint8"}
 CAPACITY: Final = "256MiB"
 START_S: Final = 60.0
@@ -188,23 +186,20 @@ async def length_rows(
     """Measure streams of any length, beside short calls of another session."""
     rows = []
     async with aiohttp.ClientSession(read_bufsize=1 << 18) as client:
-        for length, key in zip(lengths, keys[CALLERS:], strict=False):
+        for length, key in zip(lengths, keys[1:], strict=False):
             message = {"role": "user", "content": "x"}
             body = {"model": "m", "messages": [message], "stream": True, "long_tokens": length}
             ways: list[tuple[str, list[float]]] = [(proxy, []), (engine, [])]
             over = asyncio.Event()
 
             async def others(
-                number: int,
-                ways: list[tuple[str, list[float]]] = ways,
-                over: asyncio.Event = over,
+                ways: list[tuple[str, list[float]]] = ways, over: asyncio.Event = over
             ) -> None:
-                await asyncio.sleep(number * SHORT_S / CALLERS)
                 while not over.is_set():
                     for url, waits in ways:
-                        waits.append(await one(client, url, keys[number], False, SHORT_S))
+                        waits.append(await one(client, url, keys[0], False, SHORT_S))
 
-            beside = [asyncio.ensure_future(others(number)) for number in range(CALLERS)]
+            beside = asyncio.ensure_future(others())
             before = processor_s(pid)
             headers = {"Authorization": f"Bearer {key}"}
             async with client.post(
@@ -214,7 +209,7 @@ async def length_rows(
                     pass
             cpu_us = 1e6 * (processor_s(pid) - before) / length
             over.set()
-            await asyncio.gather(*beside)
+            await beside
             p99, direct = (percentile_ms(waits, 0.99) for _, waits in ways)
             rows.append(
                 Row(
@@ -264,7 +259,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         ):
             command = [sys.executable, "-m", *words]
             pid = stack.enter_context(started(command, partial(listens, place))).pid
-        keys, opened_sessions = opened(bus, max(sessions, len(lengths) + CALLERS))
+        keys, opened_sessions = opened(bus, max(sessions, len(lengths) + 1))
         stack.enter_context(opened_sessions)
         if lengths:
             return asyncio.run(length_rows(engine, proxy, keys, lengths, pid))
