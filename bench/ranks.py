@@ -8,6 +8,7 @@ against an embedded reader instead: views, packed, iceoryx2, and ``multiprocessi
 """
 
 import argparse
+import importlib
 import statistics
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 from bench import machine, program
 from bench.contest import moving
+from bench.contest.run import versions
 from bench.processes import STALL_S, MeasurementError, Role, processor_s, run_together, use_template
 from bench.row import Row, skipped
 from bench.rows.throughput import PACKED_BYTES_PER_TOKEN, TOKENS_PER_BATCH, to_batches, views
@@ -92,12 +94,16 @@ def _crowd(producers: int, turns: int, options: argparse.Namespace) -> list[Row]
         for kind, (run, width) in kinds.items()
     ]  # fmt: skip
     for module, trajectories in OTHERS.items():
-        name, title = f"crowd-{module}-{producers}", f"{producers} producers, {module}"
-        if why := machine.lacks(modules=[module.replace("mp_queue", "multiprocessing")]):
-            rows.append(skipped(name, title, why))
+        path = f"bench.contenders.{module}"
+        contender = importlib.import_module(path).CONTENDER
+        name, title = f"crowd-{module}-{producers}", f"{producers} producers, {contender.title}"
+        try:
+            versions(contender)
+        except MeasurementError as error:
+            rows.append(skipped(name, title, str(error)))
             continue
         fewer = replace(workload, trajectories=min(workload.trajectories, trajectories))
-        found = [moving.measure(f"bench.contenders.{module}", fewer).rate for _ in range(turns)]
+        found = [moving.measure(path, fewer).rate for _ in range(turns)]
         rows.append(Row(name=name, title=title, unit="trajectories/s", values=tuple(found)))
     return rows
 
