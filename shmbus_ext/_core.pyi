@@ -67,7 +67,11 @@ EXTRA_SEQUENCE: int
 COPY_WORDS: int
 FIGURE_BOUNDS: tuple[tuple[float, ...], ...]
 FIGURE_WORDS: int
+DEVIATION_OF_ALL: int
+DEVIATION_OF_GROUP: int
+DEVIATION_OF_NONE: int
 MAX_SCORE: float
+SCORE_RESOLUTION: float
 MAX_LOGPROB: float
 MAGIC: int
 HEADER_BYTES: int
@@ -472,6 +476,14 @@ class PackPlan:
 
 def mapping_of(trajectory: Trajectory, /) -> tuple[int, int, object]: ...
 def mentioning(trajectories: list[Trajectory], words: tuple[bytes, ...], /) -> list[int]: ...
+def relative_scores(
+    scores: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    deviation: int,
+    by_n: bool,
+    eps: float,
+    /,
+) -> NDArray[np.float64]: ...
 
 # -- reasons of drops
 

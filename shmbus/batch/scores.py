@@ -14,11 +14,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shmbus_ext import _core
+
 __all__ = ["SCORE_RESOLUTION", "are_equal", "relative_scores"]
 
-#: Scores with a difference below this share of the larger score are equal: 8 units of float32's
-#: last place, for a reward summed from a few float32 numbers.
-SCORE_RESOLUTION: Final = 2.0**-20
+#: Scores with a difference below this share of the larger score are equal.
+SCORE_RESOLUTION: Final[float] = _core.SCORE_RESOLUTION
+#: The standard deviation that divides a kind of advantage.
+_DEVIATIONS: Final = {
+    "dr_grpo": _core.DEVIATION_OF_NONE,
+    "rloo": _core.DEVIATION_OF_NONE,
+    "batch_std": _core.DEVIATION_OF_ALL,
+}
 Floats = NDArray[np.float64]
 
 
@@ -31,37 +38,8 @@ def relative_scores(
     scores: Floats, sizes: NDArray[np.int64], kind: str, by_n: bool, eps: float
 ) -> Floats:
     """Return the scores of consecutive groups relative to their group, by a kind of advantage."""
-    sizes = sizes[sizes > 0]
-    if not len(sizes):
-        return np.zeros(0)
-    distances = _distances(scores, sizes)
-    if kind == "dr_grpo":
-        return distances
+    deviation = _DEVIATIONS.get(kind, _core.DEVIATION_OF_GROUP)
+    relative = _core.relative_scores(scores, sizes, deviation, by_n, eps)
     if kind == "rloo":
-        return distances * np.repeat(sizes / np.maximum(sizes - 1, 1), sizes)
-    if kind == "batch_std":
-        whole = np.array([len(scores)])
-        return distances / _deviations(_distances(scores, whole), whole, by_n, eps)
-    return distances / np.repeat(_deviations(distances, sizes, by_n, eps), sizes)
-
-
-def _distances(scores: Floats, sizes: NDArray[np.int64]) -> Floats:
-    """Return the scores minus the mean of their group; 0 for equal scores."""
-    starts = np.cumsum(sizes) - sizes
-    means = np.add.reduceat(scores, starts) / sizes
-    lowest, highest = np.minimum.reduceat(scores, starts), np.maximum.reduceat(scores, starts)
-    level = np.repeat(are_equal(lowest, highest), sizes)
-    return np.where(level, 0.0, scores - np.repeat(means, sizes))
-
-
-def _deviations(distances: Floats, sizes: NDArray[np.int64], by_n: bool, eps: float) -> Floats:
-    """Return the standard deviation of each group, by n - 1 or n, plus eps; 1 for equal scores."""
-    starts = np.cumsum(sizes) - sizes
-    largest = np.maximum.reduceat(np.abs(distances), starts)
-    # In units of the largest distance no square can under- or overflow.
-    unit = np.where(largest > 0, largest, 1.0)
-    squares = np.add.reduceat((distances / np.repeat(unit, sizes)) ** 2, starts)
-    counts = sizes if by_n else np.maximum(sizes - 1, 1)
-    with np.errstate(over="ignore"):
-        found = unit * (np.sqrt(squares / counts) + eps / unit)
-    return np.where(largest > 0, found, 1.0)
+        return relative * np.repeat(sizes / np.maximum(sizes - 1, 1), sizes)
+    return relative

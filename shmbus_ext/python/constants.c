@@ -122,6 +122,9 @@ static const struct {
     {"CHANNEL_REASON_BYTES", CHANNEL_REASON_BYTES - 1}, /* less the terminating byte */
     {"CHANNEL_LABEL_BYTES", CHANNEL_LABEL_BYTES - 1},   /* likewise */
     {"CHANNEL_SENDER", CHANNEL_SENDER},
+    {"DEVIATION_OF_NONE", DEVIATION_OF_NONE},
+    {"DEVIATION_OF_GROUP", DEVIATION_OF_GROUP},
+    {"DEVIATION_OF_ALL", DEVIATION_OF_ALL},
     {"CHANNEL_RECEIVER", CHANNEL_RECEIVER},
     {"CHANNEL_STEP", CHANNEL_STEP},
     {"CHANNEL_SKIP", CHANNEL_SKIP},
@@ -138,6 +141,7 @@ _Static_assert(SHMBUS_WAITS == 4, "WAITS has a name for each");
 
 static bool add_objects(PyObject *module) {
     return py_add_object(module, "MAX_SCORE", PyFloat_FromDouble(MAX_SCORE)) &&
+           py_add_object(module, "SCORE_RESOLUTION", PyFloat_FromDouble(SCORE_RESOLUTION)) &&
            py_add_object(module, "MAX_LOGPROB", PyFloat_FromDouble((double)MAX_LOGPROB)) &&
            py_add_object(module, "ROW_LENGTHS", PyUnicode_FromString(SHMBUS_ROW_LENGTHS)) &&
            py_add_object(module, "SHARED_PREFIX", PyUnicode_FromString(SHMBUS_SHARED_PREFIX)) &&

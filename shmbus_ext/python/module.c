@@ -78,7 +78,7 @@ static bool add_functions(PyObject *module) {
         py_origin_head_functions,      py_pool_patch_functions,
         py_pool_rows_functions,        py_relay_functions,
         py_request_functions,          py_retry_functions,
-        py_splits_functions,
+        py_scores_functions,           py_splits_functions,
     };
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) {
         if (PyModule_AddFunctions(module, tables[i]) < 0) {

@@ -17,6 +17,11 @@ uint64_t py_array_elements(PyObject *object);
 bool py_check_array(PyObject *object, const char *name, int type, uint64_t length, bool writeable,
                     void *data);
 
+/* Scores with a difference below this share of the larger score are equal: 8 units of float32's
+ * last place, for a reward summed from a few float32 numbers. */
+#define SCORE_RESOLUTION 0x1p-20
+enum { DEVIATION_OF_NONE, DEVIATION_OF_GROUP, DEVIATION_OF_ALL };
+
 /* ---- Extra fields of a batch, of arbitrary dtype and shape, copied unchanged.
  *
  * Invariants:
@@ -224,5 +229,6 @@ int py_copy_job_run(struct copy_job *job, Py_ssize_t sequences, uint64_t total, 
 
 /* Registered by module.c. */
 extern PyMethodDef py_arrays_functions[];
+extern PyMethodDef py_scores_functions[];
 
 #endif
