@@ -155,10 +155,7 @@ def advantages_for_groups(
     excluded: npt.NDArray[np.bool_] | None = None,
     groups: SeenGroups | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Turn the finite scores of a ragged batch into advantages, every group at once.
-
-    Excluded samples get 0, and their scores count for no other sample.
-    """
+    """Turn a ragged batch's finite scores into advantages; excluded samples get 0."""
     if excluded is None:
         seen = None if groups is None else functools.partial(groups, sizes, None)
         return _by_sizes(scores, sizes, kind, std, eps, seen).astype(np.float32)

@@ -56,11 +56,7 @@ class _Answer(_Message):
 
 
 class Hello(_Message):
-    """The first message. `policy` holds the client's required options, by name.
-
-    `client` is its number of an earlier connection, -1 for none; `next_step` its rank's next step,
-    0 before the first step. An observer takes no leases. `split` selects the groups.
-    """
+    """The first message: required options, and the number and next step before a reconnect."""
 
     version: int
     bus: Text
@@ -77,10 +73,7 @@ class Hello(_Message):
 
 
 class Held(_Message):
-    """A lease of an earlier daemon: `reason` is -1 while held, or the reason of its end.
-
-    `trained_at` repeats the step of Trained.
-    """
+    """A lease of an earlier daemon, with the reason of its end and the step of Trained."""
 
     token: Count
     identities: bytes
@@ -97,11 +90,7 @@ class Claim(_Message):
 
 
 class Take(_Request):
-    """Lease up to `max_groups`; wait `timeout_s` for the first (None: for ever).
-
-    A request `ahead`, by a client still working on earlier groups, gets nothing while other clients
-    are attached. `gathers`: the client packs batches (`consumer_packs` in the header).
-    """
+    """Lease up to `max_groups`; a request `ahead` of need yields to other attached clients."""
 
     max_groups: Asked
     timeout_s: Seconds | None = None
@@ -110,12 +99,7 @@ class Take(_Request):
 
 
 class TakeStep(_Request):
-    """Lease this rank's shard of its next step; every rank requests a step with the same numbers.
-
-    A shard has `groups` groups, or a number limited by `tokens`, where a trajectory counts with the
-    length of `field`. `max_wait_s` after its first group a partial step is formed, except for a
-    rank with `only_full`. `gathers` as in Take.
-    """
+    """Lease this rank's shard of its next step; every rank must send the same numbers."""
 
     groups: Asked | None = None
     tokens: Asked | None = None
@@ -154,10 +138,7 @@ class GetTrained(_Request):
 
 
 class EndTrained(_Request):
-    """End the samples of these lasting names, now or on arrival; the last message lacks `more`.
-
-    They replace the earlier names of this rank, or of clients without a rank.
-    """
+    """End the samples of these lasting names, now or later, in place of its earlier list."""
 
     names: bytes
     more: bool = False
@@ -185,10 +166,7 @@ class GetGroups(_Request):
 
 
 class GetEvents(_Request):
-    """Ask for up to `limit` events behind number `after`, the newest; maybe without groups'.
-
-    A trace asks for the oldest of them, and has samples noted with their groups for some seconds.
-    """
+    """Ask for up to `limit` events behind number `after`: the newest, for a trace the oldest."""
 
     after: Count = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=limits.MAX_EVENTS_SHOWN)] = 1
@@ -205,10 +183,7 @@ class GetGroup(_Request):
 
 
 class TakeSnapshot(_Request):
-    """Write everything undelivered to a new directory. Answered by SnapshotTaken, or Refused.
-
-    Until then the daemon gives no leases, and keeps ended ones to confirm them afterwards.
-    """
+    """Write everything undelivered to a new directory; no lease is given meanwhile."""
 
     directory: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
@@ -267,10 +242,7 @@ class Ended(_Message):
 
 
 class TrainedReply(_Answer):
-    """The answer to GetTrained: lasting names in order; `more` if names remain.
-
-    `groups` has the instance ids, rounds and splits of every group, in the first answer only.
-    """
+    """The answer to GetTrained: lasting names in order, and in the first answer every group."""
 
     names: bytes = b""
     more: bool = False

@@ -189,10 +189,7 @@ class StepPlanner:
         self._returned: dict[int, deque[Lease]] = {rank: deque() for rank in range(size)}
 
     def join(self, rank: int, next_step: int, held: Iterable[Lease] = ()) -> None:
-        """Continue with a rank, from its process's next step, or 0 without a step so far.
-
-        A rank without a step continues its predecessor's steps, or begins by `begin`.
-        """
+        """Continue with a rank at its process's next step, or without one at its predecessor's."""
         if not next_step:
             return
         self._note_change()
@@ -208,10 +205,7 @@ class StepPlanner:
             self._next_formed[rank] = max(step, self._next_formed.get(rank, 0))
 
     def begin(self, held: Iterable[Lease]) -> None:
-        """Let ranks without a known step begin with the oldest unfinished step of another rank.
-
-        Ranks train in step: a step held by one rank is unfinished on every rank.
-        """
+        """Let ranks without a known step begin with the oldest unfinished step of any rank."""
         self._note_change()
         known = list(self.next_steps.values())
         known += [lease.step for lease in held if lease.step >= 0]

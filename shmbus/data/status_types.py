@@ -433,10 +433,7 @@ class Histogram(msgspec.Struct, frozen=True, kw_only=True):
 
 @decodable
 class MismatchStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A trainer's newest comparison with the engine: a ``LogprobMismatch``, with dtypes.
-
-    None for a figure without a finite measurement.
-    """
+    """A trainer's newest comparison with the engine; None for a figure without a measurement."""
 
     #: The trainer's version.
     policy_version: int

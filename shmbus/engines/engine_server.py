@@ -167,10 +167,7 @@ class HttpServer(ClosedByAsyncWith):
         advice: str,
         good: Sequence[int] = (),
     ) -> tuple[int, str]:
-        """Send one request; return the status, one of `good` if given, and the text.
-
-        Raise EngineError without a timely answer.
-        """
+        """Send a request; return status, one of `good` if given, and text, or raise EngineError."""
         raw = bytearray()
         try:
             async with (

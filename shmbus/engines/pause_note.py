@@ -27,10 +27,7 @@ ASKED_S = 0.1
 
 @decodable
 class PauseNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fleet/2"):
-    """Content of the note: pausing process, paused servers, version.
-
-    `updating`, `asleep` and `asleep_unix_ns` are those of `FleetNote`.
-    """
+    """Content of the note: pausing process, paused servers, version, and parts of `FleetNote`."""
 
     pid: int
     servers: list[tuple[str, str]]

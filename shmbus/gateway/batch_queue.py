@@ -228,11 +228,7 @@ class BatchQueue:
 
     @property
     def undelivered(self) -> int:
-        """The number of waiting groups, including returned groups.
-
-        While another process reads the bus, the sequences count, because the groups are unknown
-        here.
-        """
+        """The number of waiting groups; by their sequences while another process reads the bus."""
         if not self._reader.attached:
             return self._bus.stats().undelivered
         return sum(self.queue.counts.values()) + len(self.batches.ready_parts())
@@ -271,10 +267,7 @@ class BatchQueue:
     # -- to a trainer ---------------------------------------------------------------------------
 
     async def next_batch(self) -> tuple[Batch, list[bytes]] | None:
-        """Acknowledge given batches, and begin the next batch's answer; None without a batch.
-
-        The groups come along as JSON.
-        """
+        """Acknowledge given batches, and begin the next batch's answer, with its groups as JSON."""
         async with self._giving:
             await self._acknowledge()
             await self.drain()

@@ -50,10 +50,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def large(self, request: web.BaseRequest, deadline_s: float) -> AsyncIterator[bytearray]:
-        """Yield the body of a request with groups; its bytes count in the budget during the block.
-
-        `deadline_s` limits the wait for room, by `time.monotonic`.
-        """
+        """Yield a body with groups, counted in the budget; wait for room until `deadline_s`."""
         _require_json(request)
         reader = BodyReader(request, self._limit)
         reserved = reader.most

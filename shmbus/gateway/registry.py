@@ -110,11 +110,7 @@ class Registry:
         return found is not None and found.reads_bus
 
     def register(self, registration: Registration, *, again: bool) -> dict[str, Any]:
-        """Register a trainer.
-
-        `again`: batches were given since the last registration: a restarted trainer, not an
-        additional process of a running trainer.
-        """
+        """Register a trainer, `again` after given batches: a restart, not an additional process."""
         _check_names(registration.wandb_group, registration.wandb_project)
         _check_names(registration.checkpoint_dir)
         if registration.batch_size < 1:

@@ -73,10 +73,7 @@ def host_of(origin: str) -> str:
 
 
 def bearer_of(given: str) -> bytes | None:
-    """Return the token of an Authorization; None for another scheme.
-
-    Schemes are case-insensitive (RFC 9110, section 11.1).
-    """
+    """Return the token of a Bearer authorization, in any case of letters (RFC 9110), or None."""
     scheme, space, token = given.partition(" ")
     if not space or scheme.lower() != "bearer":
         return None

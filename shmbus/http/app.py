@@ -220,10 +220,7 @@ class App:
 
     @contextlib.asynccontextmanager
     async def serving(self, service: ServiceT, host: str, port: int) -> AsyncIterator[ServiceT]:
-        """Serve in the block; yield the service.
-
-        An occupied port is an error before `service` starts; the first client comes afterwards.
-        """
+        """Serve in the block; yield the service, begun before the first client."""
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(service.close)
             stack.push_async_callback(self.http.close)

@@ -59,10 +59,7 @@ class BodyReader:
         take: Callable[[int], object] = lambda count: None,
         is_crowded: Callable[[], bool] = lambda: False,
     ) -> bytearray:
-        """Return the body; `take` counts its bytes, and may refuse more.
-
-        `is_crowded` tells if other bodies wait.
-        """
+        """Return the body; `take` counts bytes and may refuse; `is_crowded`: other bodies wait."""
         answer_expectation(self._request)
         self.begin(is_crowded)
         raw = bytearray()

@@ -36,10 +36,7 @@ class Metrics:
     def expose(
         self, bus: str, gauges: Mapping[str, float], counters: Mapping[str, float] | None = None
     ) -> str:
-        """Return everything in the text format of Prometheus.
-
-        A gauge's or counter's name may end in labels of its own, as in ``engine_up{engine="..."}``.
-        """
+        """Return all in Prometheus' text format; names of gauges and counters may end in labels."""
         name = escaped(bus)
         lines = []
         for family, (kind, text) in _HELP.items():

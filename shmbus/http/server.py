@@ -98,11 +98,7 @@ class Connection(web.RequestHandler):
         super().resume_writing()
 
     def eof_received(self) -> None:
-        """Note a client's close before its answer.
-
-        The kernel reports the orderly end before the reset: the reset remains as the socket's
-        error.
-        """
+        """Note a client's close before its answer; a reset after it stays the socket's error."""
         wire = None if self._wire is None else self._wire.get_extra_info("socket")
         if wire is not None and (
             wire.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

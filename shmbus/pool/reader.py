@@ -169,11 +169,7 @@ class PoolReader(_core.ClosedByBlock):
         self._pool.refused(lease.sequence, lease.version, code, text)
 
     def close(self) -> None:
-        """Leave the pool; open leases keep their slots.
-
-        With `keeps_row` the row stays behind as after a death: a server's next process is then
-        known to lack weights.
-        """
+        """Leave the pool; leases keep their slots, and `keeps_row` the row as after a death."""
         self._pool.close()
 
 

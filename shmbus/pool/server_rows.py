@@ -292,10 +292,7 @@ class ServerRows:
         self._pool = self._identity = None
 
     def version_of(self, address: str, trainers: int) -> int:
-        """Return the oldest version of a server's ranks now, or raise VersionUnknownError.
-
-        Rows of a moment ago may name the version before an update that an answer met.
-        """
+        """Return the oldest version of a server's ranks now, or raise VersionUnknownError."""
         server = self.read(trainers, afresh=True).get(row_name(engine_address(address)))
         if server is None:
             if trainers == 0:
@@ -306,10 +303,7 @@ class ServerRows:
         return server.version
 
     def oldest(self, trainers: int) -> int:
-        """Return the oldest version of all servers; the trainer's version on a bus without servers.
-
-        VersionUnknownError names the servers of unknown version.
-        """
+        """Return all servers' oldest version; on a bus without servers, the trainer's."""
         found, unknown = [], {}
         for name, server in self.read(trainers).items():
             if server.version is None:

@@ -359,11 +359,7 @@ class VersionWrite:
         return np.frombuffer(memoryview(self._write), np.uint8)
 
     def put_piece(self, piece: Piece, source: Any) -> int | None:
-        """Write a piece, and pack its changes since the previous version; None without a patch.
-
-        A second pool with exactly the previous version, such as another node's mirror, writes only
-        the changes.
-        """
+        """Write a piece, and pack its changes since the previous version; None without a patch."""
         return _core.pool_patch_put(self._write, *piece, source)
 
     def finish(self, *, digests: bool = False) -> None:

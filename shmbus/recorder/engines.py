@@ -157,10 +157,7 @@ class Engines:
         self, session: Session | None, is_known: Callable[[str], bool] = lambda url: True,
         tried: Collection[Engine] = (),
     ) -> Engine:  # fmt: skip
-        """Return the engine of a session, or the engine with the fewest calls.
-
-        Engines of known version come first, then untried engines, then engines that answer.
-        """
+        """Return the session's engine, or the least busy of known version, then of the untried."""
         known = [engine for engine in self.all if is_known(engine.url)] or self.all
         if session is not None and session.engine in known and session.engine.state != "down":
             found: Engine = session.engine

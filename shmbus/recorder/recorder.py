@@ -204,10 +204,7 @@ class Recorder:
         return True
 
     def fail(self, session: Session, code: str, reason: str) -> bool:
-        """End a session with a failed sample; an engine's failure only gives the sample back.
-
-        A worker fails its own sample, after learning the reason from `rows`.
-        """
+        """End a session with a failed sample; an engine's failure only gives the sample back."""
         if not session.is_own or code == "engine":
             return self.end(session, code, reason)
         if not self.sessions.end(session, code, reason):

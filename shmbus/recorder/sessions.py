@@ -281,10 +281,7 @@ class Sessions:
     def record(
         self, session: Session, turns: list[Turn], response_id: str, replaced: list[Answer]
     ) -> tuple[Answer | None, bool]:
-        """Record the answers of a call, in place of lost answers to the same prompt.
-
-        Returns the answer, or None for a closed session; and False for drift.
-        """
+        """Record the answers of a call: an answer, None for a closed session, False for drift."""
         self.turns += len(turns)
         self.sampled += sum(len(turn.output) for turn in turns)
         self.grammar += sum(len(turn.output) for turn in turns if turn.grammar)

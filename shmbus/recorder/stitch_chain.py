@@ -91,10 +91,7 @@ class Chains:
     def keep(
         self, call: dict[str, Any], messages: bytes, turn: Turn, said: Said, before: Link | None
     ) -> bytes:
-        """Keep the answer of a call whose prompt continues a link or begins a chain.
-
-        `messages`: digest of the call's messages.
-        """
+        """Keep the answer of a call, with its messages' digest, on its chain or as a new chain."""
         known = 0 if before is None else before.end
         added = np.concatenate([turn.prompt[known:], turn.output])
         if before is None:

@@ -67,11 +67,7 @@ class EngineVersions:
         return "trainer" in (begun.by, self.of(url).by)
 
     def met(self, url: str, begun: EngineVersion, said: int | None) -> Span:
-        """Return the versions met by an answer; `said` by the answer itself.
-
-        BadAnswer for an engine without known weights, to send the call to the next engine, and for
-        an answer with an unpublished version.
-        """
+        """Return an answer's versions, `said` by itself; BadAnswer for an unknown version."""
         now = self.of(url, afresh=True, ended=True)
         if begun.span is None or now.span is None:
             raise BadAnswer(f"its weights are unknown: {now.why or begun.why}", engine_gone=True)

@@ -79,11 +79,7 @@ class Kept(NamedTuple):
 
 
 class Keep:
-    """The kept file of a bus; BusBusyError if another process writes the file.
-
-    `life` identifies the bus: a new bus of the same name begins a new life. `node` names the file
-    where several nodes have buses of the same name.
-    """
+    """The kept file of the bus with this `life`; BusBusyError if another process writes to it."""
 
     def __init__(
         self, directory: str, bus: str, sync_s: float, life: str = "", node: str = ""

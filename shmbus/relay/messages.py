@@ -118,10 +118,7 @@ Mark: TypeAlias = tuple[int, int]
 
 
 class Subscription(NamedTuple):
-    """From a coordinator to a source: announce every held record.
-
-    `question` grows with each request for records held from now on.
-    """
+    """To a source: announce all records held from now on; `question` counts these requests."""
 
     bus: str
     term: Term = 0
@@ -152,11 +149,7 @@ class SinkStateWanted(NamedTuple):
 
 
 class SinkState(NamedTuple):
-    """From a sink to the coordinator: its state, as an answer or at its start.
-
-    `settled` names records on its bus without a confirmed release at their source, `owed` accepted
-    records not yet put.
-    """
+    """From a sink: records not released at their source, and accepted records not yet put."""
 
     sink: str
     incarnation: int
@@ -195,11 +188,7 @@ class MissingSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Assignment(NamedTuple):
-    """From the coordinator to a sink: put these records, a group.
-
-    `nbytes` is the group's size; `checks` are the checksums of the heads grouped. `missing` are
-    samples of the group that will not come: the trainer gets failure reports for them.
-    """
+    """To a sink: put these records, a group, and report the group's missing samples as failed."""
 
     sink: str
     incarnation: int
@@ -217,11 +206,7 @@ class Assignments(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """From the coordinator to a sink: have sources release these records, their payload unused.
-
-    The sink writes the drop down first, because a remaining part of a group must never lack the
-    reason for the missing part.
-    """
+    """To a sink: write the drop down, then have sources release these records, unused."""
 
     sink: str
     incarnation: int
@@ -257,10 +242,7 @@ class Fetched(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """From a sink to the coordinator: `gone` had left their source after its announcement `mark`.
-
-    `rest` was assigned with them, and will not arrive on the bus.
-    """
+    """From a sink: `gone` had left their source after an announcement; `rest` will not come."""
 
     sink: str
     gone: frozenset[tuple[Origin, Mark]]
@@ -301,10 +283,7 @@ class Confirmation(NamedTuple):
 
 
 class HelloWanted(NamedTuple):
-    """From a coordinator to every peer: send a Hello.
-
-    A starting coordinator sends term 0, and will take the newest term.
-    """
+    """From a coordinator, with term 0 at its start, to every peer: send a Hello."""
 
     term: Term = 0
 
@@ -350,10 +329,7 @@ class Steering(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """From the coordinator to a source: its producers should make these samples, and no more.
-
-    `number` grows within a term; lists older by number are ignored.
-    """
+    """To a source: its producers should make these samples only; an older number is ignored."""
 
     bus: str
     term: Term
@@ -392,10 +368,7 @@ class PromptOffer(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """From a sink to the source of this incarnation, -1 before its first message.
-
-    Workers should make `offers`, and stop making `over`: numbers on the sink's bus.
-    """
+    """To the source of this incarnation: make `offers`, stop `over`, by the sink's numbers."""
 
     bus: str
     trainer: Identity
@@ -406,10 +379,7 @@ class Prompts(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """From a source to a sink: the sink's requests here, and the number of samples wanted.
-
-    `answers`: the newest Prompts. `ended`: answered requests without records here.
-    """
+    """From a source: the sink's requests here, those `ended` without records here, and demand."""
 
     bus: str
     trainer: Identity
@@ -432,11 +402,7 @@ class Peers(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A transfer of a weights version: the whole version, or its patch.
-
-    `pool` is the identity of the trainer's pool, the scope of `sequence` and `base`; `base` is 0
-    for a whole version.
-    """
+    """A transfer of a version in the trainer's pool: whole with `base` 0, otherwise its patch."""
 
     pool: str
     sequence: Count
@@ -481,11 +447,7 @@ class PiecesWanted(NamedTuple):
 
 
 class VersionPiece(NamedTuple):
-    """A piece, with the publisher's checksum.
-
-    The last piece carries the digest: for a whole version over the checksums of its pieces, for a
-    patch over the new values of every patched element.
-    """
+    """A piece, with the publisher's checksum; the last piece carries the transfer's digest."""
 
     transfer: Transfer
     number: Count
@@ -500,11 +462,7 @@ class PiecesGone(NamedTuple):
 
 
 class EngineRow(NamedTuple):
-    """A reader of a mirror's pool: its version, and the refused version with the reason.
-
-    `sequence` counts in the trainer's pool, 0 for other sources; `refuses` counts likewise for the
-    refused or loading version, with the reason `code`. `holds`: the reader holds a lease.
-    """
+    """A reader of a mirror's pool; `sequence` and `refuses` count in the trainer's pool."""
 
     label: str
     alive: bool
@@ -518,12 +476,7 @@ class EngineRow(NamedTuple):
 
 
 class MirrorState(NamedTuple):
-    """From a mirror to the weights publisher: its versions, transfers and readers.
-
-    The mirror holds the version `sequence` of the trainer's pool `pool`, 0 for none. `done` is the
-    finished transfer, still forwarded; `getting` the running transfer, with `pieces` pieces here.
-    `error` gives the reason for taking no version; `damaged` counts pieces with wrong bytes.
-    """
+    """From a mirror to the weights publisher: its versions, transfers, faults and readers."""
 
     address: str
     bus: str

@@ -152,10 +152,7 @@ class NodePrompts:
             self._next_s = 0.0
 
     def released(self, surplus: set[Hashable]) -> None:
-        """Give back requests with surplus records, once no record of the group is held.
-
-        The surplus was dropped for an earlier group of the same name, maybe still held here.
-        """
+        """Give back requests with surplus records, once no record of the group is held."""
         self._surplus |= surplus
         over = {key for key in self._surplus if not self._reader.holds(key)}
         self._surplus -= over

@@ -165,10 +165,7 @@ class PromptTaker:
             self.here[trainer][number] = group
 
     def take(self, message: Prompts, prompts: Sequence[bytes]) -> bool:
-        """Offer new requests and end old ones; return False for a late message, without an effect.
-
-        A message to an earlier source is answered, and nothing else.
-        """
+        """Offer new requests, end old ones; return False for a late message, without effect."""
         trainer = message.trainer
         if message.mark <= self.taken.get(trainer, _NEVER):
             return False

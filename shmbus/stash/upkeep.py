@@ -341,11 +341,7 @@ class Upkeep:
         waits: Callable[[Hashable], bool],
         is_present: Callable[[Hashable], bool],
     ) -> None:
-        """Free doubtful rows and requests, after a full read of the ring.
-
-        `waiting` lists the groups with undelivered samples, and `waits` tells if a group has any:
-        their rows of the bound on the lead stay. `is_present` tells which requests go on.
-        """
+        """Free doubtful rows and requests after a full read of the ring; rows of `waiting` stay."""
         requests = self.requests
         if requests.checks:
             # First: an ended request holds no place for its group.

@@ -99,10 +99,7 @@ def column_tensors(
     loss_mask: torch.Tensor,
     lengths: NDArray[np.int64],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the columns of a batch, as tensors and as kinds.
-
-    `loss_mask` is the packed row's, `lengths` has the tokens of each sample.
-    """
+    """Return a batch's columns as tensors and as kinds; `lengths` has the tokens of each sample."""
     begins = np.cumsum(lengths) - lengths
     extra: dict[str, torch.Tensor] = {}
     kinds = {name: column_kind(wanted, name) for name in names}

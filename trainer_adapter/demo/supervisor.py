@@ -20,10 +20,7 @@ END_S: Final = 15.0
 
 
 class Supervisor:
-    """Starts the workers, and restarts a dead process of workers or of the server.
-
-    Invariant: a restarted server gets the newest weights before any sample gets a label.
-    """
+    """Starts and restarts processes; a restarted server gets the newest weights first."""
 
     def __init__(
         self,

@@ -93,11 +93,7 @@ class GroupCalls:
         settle: Callable[[shmbus.Group, Any], None],
         wait_s: float | None,
     ) -> None:
-        """Call the callable with each group, wait, and settle the returned results.
-
-        The next run waits again for a group with a call under way. Without `wait_s` and a limit a
-        function runs in the caller's thread.
-        """
+        """Call with each group, wait, and settle the results; calls under way wait for the next."""
         unlimited = wait_s is None and self._call_timeout_s is None
         if self._loop is None and unlimited and not self._under_way:
             try:

@@ -196,10 +196,7 @@ class PromptOffers:
                 return
 
     def _count_whole(self, source: PromptSource) -> int:
-        """Count the prompts to offer now, whose groups the bus holds without a request.
-
-        Offered before its training, a group ends its request with it.
-        """
+        """Count the prompts to offer whose groups the bus already holds, without a request."""
         places = {key: source.place_of(key[1] or 0) for key in self._whole}
         reach = self._ahead_batches * self._planner.batch_groups + len(places)
         self._whole = {key for key, at in places.items() if 0 <= at < reach}
