@@ -50,6 +50,8 @@ class Load:
         self.server, self.salt = server, salt
         self.tokens = self.lost = 0
         self.done = False
+        #: Held by each request in flight, all of them by `quiet`.
+        self.places = asyncio.Semaphore(IN_FLIGHT)
 
     async def ask(self, prompt: str, tokens: int = TOKENS) -> dict[str, Any]:
         body = {
@@ -70,12 +72,21 @@ class Load:
     async def run(self, number: int) -> None:
         while not self.done:
             try:
-                await self.ask(PROMPTS[number % len(PROMPTS)])
+                async with self.places:
+                    await self.ask(PROMPTS[number % len(PROMPTS)])
                 self.tokens += TOKENS
             except (RuntimeError, aiohttp.ClientError, TimeoutError):
                 self.lost += 1
                 await asyncio.sleep(0.2)
             number += 1
+
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """Hold the requests: in bfloat16 a larger batch rounds to different tokens."""
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(IN_FLIGHT):
+                await stack.enter_async_context(self.places)
+            yield
 
     async def stale(self) -> int:
         """Ask what was asked after the update before; how much of it is served from a cache."""
@@ -141,7 +152,8 @@ async def measure_arm(
         for number in range(1, updates + 1):
             arm.pauses.append(await bring(number))
             arm.stale += await load.stale()
-            arm.wrong += await server.greedy() != expected[1 + number % 2]
+            async with load.quiet():
+                arm.wrong += await server.greedy() != expected[1 + number % 2]
         load.done = True
         await asyncio.gather(*workers)
         return arm.row(load, time.monotonic() - began)
