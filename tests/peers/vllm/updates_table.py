@@ -50,8 +50,8 @@ class Load:
         self.server, self.salt = server, salt
         self.tokens = self.lost = 0
         self.done = False
-        #: Held by each request in flight, all of them by `quiet`.
-        self.places = asyncio.Semaphore(IN_FLIGHT)
+        self.held = False
+        self.under_way = 0
 
     async def ask(self, prompt: str, tokens: int = TOKENS) -> dict[str, Any]:
         body = {
@@ -71,22 +71,26 @@ class Load:
 
     async def run(self, number: int) -> None:
         while not self.done:
+            while self.held:
+                await asyncio.sleep(0.01)
+            self.under_way += 1
             try:
-                async with self.places:
-                    await self.ask(PROMPTS[number % len(PROMPTS)])
+                await self.ask(PROMPTS[number % len(PROMPTS)])
                 self.tokens += TOKENS
             except (RuntimeError, aiohttp.ClientError, TimeoutError):
                 self.lost += 1
                 await asyncio.sleep(0.2)
+            self.under_way -= 1
             number += 1
 
     @contextlib.asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
         """Hold the requests: in bfloat16 a larger batch rounds to different tokens."""
-        async with contextlib.AsyncExitStack() as stack:
-            for _ in range(IN_FLIGHT):
-                await stack.enter_async_context(self.places)
-            yield
+        self.held = True
+        while self.under_way:
+            await asyncio.sleep(0.01)
+        yield
+        self.held = False
 
     async def stale(self) -> int:
         """Ask what was asked after the update before; how much of it is served from a cache."""
