@@ -224,14 +224,12 @@ PyTypeObject ChannelType = {
  * copy at the same address replaces their pages before the sender may write. Without such views no
  * byte is copied. */
 ChannelMemoryObject *py_channel_memory_new(uint8_t *at, size_t bytes, bool read_only) {
-    ChannelMemoryObject *self = PyObject_New(ChannelMemoryObject, &ChannelMemoryType);
+    ChannelMemoryObject *self =
+        (ChannelMemoryObject *)ChannelMemoryType.tp_alloc(&ChannelMemoryType, 0);
     if (self != NULL) {
         self->at = at;
         self->bytes = bytes;
-        self->mapped = 0;
         self->read_only = read_only;
-        self->ended = false;
-        self->exports = 0;
         self->generation = fork_generation;
     }
     return self;

@@ -32,23 +32,16 @@ struct arrival {
 
 /* Make an entry object for a group of a table, with room for its samples. */
 static GroupEntryObject *py_group_entry_new(const struct group_entry *entry, PyObject *key) {
-    GroupEntryObject *made = PyObject_New(GroupEntryObject, &GroupEntryType);
+    GroupEntryObject *made = (GroupEntryObject *)GroupEntryType.tp_alloc(&GroupEntryType, 0);
     if (made == NULL) {
         return NULL;
     }
     made->key = Py_NewRef(key);
-    made->lists = NULL;
-    made->link = (struct list_link){NULL, NULL};
-    made->same_key = NULL;
-    made->place = ENTRY_NOWHERE;
     made->born_s = entry->born_s;
     made->size = entry->width;
     made->need = entry->need;
     made->missing = entry->missing;
     made->split = py_entry_split(entry);
-    made->nbytes = 0;
-    made->leased_ns = 0;
-    made->leases = 0;
     made->samples = PyList_New((Py_ssize_t)(entry->need - entry->missing));
     if (made->samples == NULL) {
         Py_CLEAR(made);
@@ -297,9 +290,7 @@ static PyObject *py_group_lists_full(GroupListsObject *self, PyObject *key) {
     GroupEntryObject *entry = (GroupEntryObject *)PyDict_GetItemWithError(self->by_key, key);
     PyObject *found = PyErr_Occurred() ? NULL : PyList_New(0);
     for (; found != NULL && entry != NULL; entry = entry->same_key) {
-        if (PyList_Append(found, (PyObject *)entry) < 0) {
-            Py_CLEAR(found);
-        }
+        py_list_add(&found, Py_NewRef((PyObject *)entry));
     }
     return found;
 }
@@ -571,11 +562,9 @@ static bool complete(GroupTableObject *self, struct group_entry *entry, const st
     if (taken == NULL) {
         return false;
     }
-    if (last->at.tag != SHMBUS_NO_ROUND && PyDict_SetItem(self->recent, taken->key, Py_None) < 0) {
-        Py_DECREF(taken);
-        return false;
-    }
-    if (taken->need < taken->size && PyList_Append(self->cancelled, taken->key) < 0) {
+    if ((last->at.tag != SHMBUS_NO_ROUND &&
+         PyDict_SetItem(self->recent, taken->key, Py_None) < 0) ||
+        (taken->need < taken->size && PyList_Append(self->cancelled, taken->key) < 0)) {
         Py_DECREF(taken);
         return false;
     }
@@ -725,9 +714,7 @@ static PyObject *py_group_table_oldest(GroupTableObject *self, PyObject *argumen
         if (entry == NULL) {
             break;
         }
-        if (!py_append(found, (PyObject *)copy_entry(self, entry))) {
-            Py_CLEAR(found);
-        }
+        py_list_add(&found, (PyObject *)copy_entry(self, entry));
     }
     return found;
 }

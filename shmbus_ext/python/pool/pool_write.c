@@ -33,16 +33,12 @@ static void let_go(PoolWriteObject *self) {
 
 static PyObject *py_pool_write_new(PoolObject *pool, uint32_t slot, bool is_piece,
                                    PyObject *meta) {
-    PoolWriteObject *self = PyObject_New(PoolWriteObject, &PoolWriteType);
+    PoolWriteObject *self = (PoolWriteObject *)PoolWriteType.tp_alloc(&PoolWriteType, 0);
     if (self != NULL) {
         self->pool = pool;
         self->slot = slot;
         self->is_piece = is_piece;
-        self->ended = self->given_up = false;
-        self->buffers = 0;
         self->meta = Py_XNewRef(meta);
-        self->patch.base = NULL;
-        self->patch_in_use = false;
         py_companion_add_user(&pool->base);
     }
     return (PyObject *)self;
@@ -275,10 +271,7 @@ static PyObject *py_pool_copy(PyObject *Py_UNUSED(module), PyObject *args) {
     }
     PyBuffer_Release(&target);
     PyBuffer_Release(&source);
-    if (!fits) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return fits ? Py_NewRef(Py_None) : NULL;
 }
 
 /* ---- Functions over patches. They run without the interpreter lock; the write or lease argument

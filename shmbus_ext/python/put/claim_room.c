@@ -123,12 +123,13 @@ static double left_s(const struct wait *self) {
     return self->timeout_s < 0 ? -1.0 : left < 0 ? 0.0 : left;
 }
 
-static void raise_too_large(const WriterObject *self, uint64_t bytes) {
-    PyErr_Format(hooks.too_large_error,
-                 "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
-                 "bus with a larger capacity (a record may take a quarter of it) or split the "
-                 "trajectory",
-                 self->segment->name, U64(self->segment->c.record_limit), U64(bytes));
+static bool refuse_too_large(const WriterObject *self, uint64_t bytes) {
+    return py_refuse(
+        hooks.too_large_error,
+        "bus '%U': a record takes at most %llu bytes, this one needs %llu; create the "
+        "bus with a larger capacity (a record may take a quarter of it) or split the "
+        "trajectory",
+        self->segment->name, U64(self->segment->c.record_limit), U64(bytes));
 }
 
 void py_writer_sleep(WriterObject *self, SegmentObject *here, uint32_t kinds, uint32_t ticket,
@@ -210,8 +211,7 @@ bool py_writer_claim_room(WriterObject *self, const struct wanted_room *wanted, 
             return true;
         }
         if (status == WRITER_TOO_LARGE) {
-            raise_too_large(self, wanted->bytes);
-            return false;
+            return refuse_too_large(self, wanted->bytes);
         }
         self->full_waits++;
         SegmentObject *here = (SegmentObject *)Py_NewRef((PyObject *)self->segment);
@@ -329,8 +329,7 @@ static bool claim_converted(WriterObject *self, struct put_arguments *arguments,
     struct segment *segment = &self->segment->c;
     /* Refuse before building an array. */
     if (wanted.bytes > segment->record_limit && !removal_happened(segment)) {
-        raise_too_large(self, wanted.bytes);
-        return false;
+        return refuse_too_large(self, wanted.bytes);
     }
     /* Element code may run. */
     return py_arguments_convert_lists(arguments) && py_writer_usable(self) &&
@@ -386,15 +385,14 @@ static PyObject *describe(WriterObject *self, const struct request_claim *claim,
 
 /* Give back every claim of a list; keep the current exception. */
 static void give_back_all(WriterObject *self, PyObject *found) {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
+    PyObject *error = py_set_aside_error();
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(found); i++) {
         struct request_claim claim;
         if (py_take_claim(self, PyTuple_GET_ITEM(PyList_GET_ITEM(found, i), 0), &claim)) {
             request_give_back(&self->segment->c, &claim);
         }
     }
-    PyErr_Restore(type, value, trace);
+    py_restore_error(error);
 }
 
 /* _take_requests(known, limit) -> list of (claim, text), up to `limit` samples available now.
@@ -418,14 +416,12 @@ PyObject *py_writer_take_requests(WriterObject *self, PyObject *args) {
             Py_DECREF(item);
             continue;
         }
-        if (item == NULL || PyList_Append(found, item) < 0) {
-            Py_XDECREF(item);
+        if (!py_append(found, item)) {
             request_give_back(&self->segment->c, &claim);
             give_back_all(self, found);
             Py_CLEAR(found);
             break;
         }
-        Py_DECREF(item);
         known = claim.number;
     }
     return found;

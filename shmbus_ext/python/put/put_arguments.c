@@ -6,28 +6,18 @@
 #include <math.h>
 
 void py_arguments_begin(struct put_arguments *self, struct put_fields *fields) {
-    self->values = fields->values;
-    self->names = fields->names;
-    self->arrays = fields->arrays;
-    self->dtypes = fields->dtypes;
-    self->kinds = fields->kinds;
-    self->shape = fields->shape;
-    self->field_bytes = fields->field_bytes;
-    self->field_ndim = fields->field_ndim;
-    self->kept = NULL;
-    self->id_object = NULL;
-    self->meta_object = NULL;
-    self->meta_encoded = NULL;
-    self->split_object = NULL;
-    self->rows_object = NULL;
-    self->schema = NULL;
-    self->declared = NULL;
-    self->timeout_s = -1.0;
-    self->array_count = 0;
-    self->has_group_size = self->has_index = false;
-    self->spec = (struct record_spec){.round = SHMBUS_NO_ROUND};
-    self->answers.number = 0;
-    self->unwanted = false;
+    *self = (struct put_arguments){
+        .values = fields->values,
+        .names = fields->names,
+        .arrays = fields->arrays,
+        .dtypes = fields->dtypes,
+        .kinds = fields->kinds,
+        .shape = fields->shape,
+        .field_bytes = fields->field_bytes,
+        .field_ndim = fields->field_ndim,
+        .timeout_s = -1.0,
+        .spec = {.round = SHMBUS_NO_ROUND},
+    };
 }
 
 bool py_arguments_keep(struct put_arguments *self) {
@@ -336,22 +326,17 @@ static bool take_need(struct put_arguments *self, PyObject *value) {
 
 /* Compare reserved words by identity: call keywords come interned. */
 bool py_arguments_take(struct put_arguments *self, PyObject *name, PyObject *value) {
-    int64_t number;
+    int64_t number = 0;
     if (name == py_word.group_size) {
-        if (!py_take_integer(value, "group_size", 1, SHMBUS_MAX_GROUP_SIZE, &number)) {
-            return false;
-        }
+        self->has_group_size =
+            py_take_integer(value, "group_size", 1, SHMBUS_MAX_GROUP_SIZE, &number);
         self->spec.group_size = (uint32_t)number;
-        self->has_group_size = true;
-        return true;
+        return self->has_group_size;
     }
     if (name == py_word.index) {
-        if (!py_take_integer(value, "index", 0, SHMBUS_MAX_GROUP_SIZE - 1, &number)) {
-            return false;
-        }
+        self->has_index = py_take_integer(value, "index", 0, SHMBUS_MAX_GROUP_SIZE - 1, &number);
         self->spec.index = (uint32_t)number;
-        self->has_index = true;
-        return true;
+        return self->has_index;
     }
     if (name == py_word.score) {
         return py_parse_score(value, &self->spec.score);

@@ -74,24 +74,15 @@ static bool lock_changed(BorrowerObject *self, size_t count, int64_t base) {
     return true;
 }
 
-/* Count records in; append extents at their first record to `changed` and return its new length. */
-static size_t count_up(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
-                       Py_ssize_t records, size_t changed) {
-    for (Py_ssize_t i = 0; i < records; i++) {
-        uint32_t extent = refs[i].place.extent;
-        if (counts[extent]++ == 0) {
-            self->changed[changed++] = extent;
-        }
-    }
-    return changed;
-}
+enum count { IN, OUT };
 
-/* Likewise count out, for extents at their last record. */
-static size_t count_down(BorrowerObject *self, uint32_t *counts, const struct record_ref *refs,
-                         Py_ssize_t records, size_t changed) {
+/* Count records in or out; append extents at their first, or last, record to `changed` and return
+ * its new length. */
+static size_t count_records(BorrowerObject *self, enum count way, uint32_t *counts,
+                            const struct record_ref *refs, Py_ssize_t records, size_t changed) {
     for (Py_ssize_t i = 0; i < records; i++) {
         uint32_t extent = refs[i].place.extent;
-        if (--counts[extent] == 0) {
+        if ((way == IN ? counts[extent]++ : --counts[extent]) == 0) {
             self->changed[changed++] = extent;
         }
     }
@@ -102,9 +93,9 @@ static size_t count_down(BorrowerObject *self, uint32_t *counts, const struct re
 static bool py_borrower_hold_views(HolderObject *holder, const struct record_ref *refs,
                                    Py_ssize_t count) {
     BorrowerObject *self = (BorrowerObject *)holder;
-    size_t changed = count_up(self, self->view_counts, refs, count, 0);
+    size_t changed = count_records(self, IN, self->view_counts, refs, count, 0);
     if (!lock_changed(self, changed, SHMBUS_LOCK_VIEW)) {
-        (void)count_down(self, self->view_counts, refs, count, 0);
+        (void)count_records(self, OUT, self->view_counts, refs, count, 0);
         return false;
     }
     return true;
@@ -113,7 +104,8 @@ static bool py_borrower_hold_views(HolderObject *holder, const struct record_ref
 static void py_borrower_let_go_of_views(HolderObject *holder, const struct record_ref *refs,
                                         Py_ssize_t count) {
     BorrowerObject *self = (BorrowerObject *)holder;
-    unlock_changed(self, count_down(self, self->view_counts, refs, count, 0), SHMBUS_LOCK_VIEW);
+    size_t changed = count_records(self, OUT, self->view_counts, refs, count, 0);
+    unlock_changed(self, changed, SHMBUS_LOCK_VIEW);
 }
 
 /* Move every lease lock to a different client number; on failure unchanged, false with an
@@ -139,8 +131,8 @@ static bool py_borrower_lock(BorrowerObject *self, PyObject *leases) {
     size_t changed = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
         ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
-        changed = count_up(self, self->lease_counts, lease->refs, py_client_lease_records(lease),
-                           changed);
+        changed = count_records(self, IN, self->lease_counts, lease->refs,
+                                py_client_lease_records(lease), changed);
         lease->locked = true;
     }
     if (lock_changed(self, changed, lease_bytes(self->client))) {
@@ -148,7 +140,8 @@ static bool py_borrower_lock(BorrowerObject *self, PyObject *leases) {
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leases); i++) {
         ClientLeaseObject *lease = (ClientLeaseObject *)PyList_GET_ITEM(leases, i);
-        (void)count_down(self, self->lease_counts, lease->refs, py_client_lease_records(lease), 0);
+        (void)count_records(self, OUT, self->lease_counts, lease->refs,
+                            py_client_lease_records(lease), 0);
         lease->locked = false;
     }
     return false;
@@ -162,8 +155,8 @@ static void py_borrower_unlock(BorrowerObject *self, PyObject *leases) {
         if (lease->locked) {
             lease->locked = false;
             self->unconfirmed -= lease->reason != LEASE_HELD;
-            changed = count_down(self, self->lease_counts, lease->refs,
-                                 py_client_lease_records(lease), changed);
+            changed = count_records(self, OUT, self->lease_counts, lease->refs,
+                                    py_client_lease_records(lease), changed);
         }
     }
     unlock_changed(self, changed, lease_bytes(self->client));
@@ -249,10 +242,7 @@ static PyObject *py_borrower_set_client(BorrowerObject *self, PyObject *argument
         return NULL;
     }
     NEVER(client >= SHMBUS_MAX_CLIENTS, NULL);
-    if (!py_borrower_move_locks(self, (uint32_t)client)) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return py_borrower_move_locks(self, (uint32_t)client) ? Py_NewRef(Py_None) : NULL;
 }
 
 /* NULL without an exception if the place holds no committed record. */
@@ -291,13 +281,9 @@ static PyObject *leases_of(BorrowerObject *self, PyObject *granted, long long st
     for (Py_ssize_t i = 0; leases != NULL && i < PyList_GET_SIZE(granted); i++) {
         PyObject *item = PyList_GET_ITEM(granted, i);
         PyObject *lease = (PyObject *)py_client_lease_new((HolderObject *)self, item, step);
-        PyObject *number = NULL;
-        bool good = lease != NULL ? PyList_Append(leases, lease) == 0
-                                 : !PyErr_Occurred() &&
-                                       (number = PyObject_GetAttrString(item, "number")) != NULL &&
-                                       PyList_Append(refused, number) == 0;
-        Py_XDECREF(number);
-        Py_XDECREF(lease);
+        bool good = lease != NULL ? py_append(leases, lease)
+                                  : !PyErr_Occurred() &&
+                                        py_append(refused, PyObject_GetAttrString(item, "number"));
         if (!good) {
             Py_CLEAR(leases);
         }
@@ -315,11 +301,9 @@ static bool read_leases(BorrowerObject *self, PyObject *leases, PyObject *refuse
             i++;
             continue;
         }
-        PyObject *number = PyErr_Occurred() ? NULL : PyLong_FromLongLong(lease->number);
-        good = number != NULL && PyList_Append(refused, number) == 0 &&
+        good = !PyErr_Occurred() && py_append(refused, PyLong_FromLongLong(lease->number)) &&
                PyList_Append(empty, (PyObject *)lease) == 0 &&
                PyList_SetSlice(leases, i, i + 1, NULL) == 0;
-        Py_XDECREF(number);
     }
     if (good) {
         py_borrower_unlock(self, empty);
@@ -410,9 +394,7 @@ static bool append_group(PyObject *groups, PyTypeObject *kind, PyObject *consume
         return false;
     }
     /* A group without a place in the list returns its lease in its deallocation. */
-    bool good = PyList_Append(groups, group) == 0;
-    Py_DECREF(group);
-    return good;
+    return py_append(groups, group);
 }
 
 /* hand_out(kind, consumer, limit) -> groups, ready longest first; for -1 every group of one
@@ -509,12 +491,9 @@ static PyObject *py_borrower_end_groups(BorrowerObject *self, PyObject *args) {
         if (lease == NULL) {
             break;
         }
-        PyObject *number = PyLong_FromLongLong(lease->number);
-        if (number == NULL || PyList_Append(numbers, number) < 0) {
-            Py_XDECREF(number);
+        if (!py_append(numbers, PyLong_FromLongLong(lease->number))) {
             return NULL;
         }
-        Py_DECREF(number);
         py_group_set_state(group, state);
         close_lease(lease, reason);
         done++;

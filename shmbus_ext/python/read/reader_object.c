@@ -84,10 +84,8 @@ static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) 
         return -1;
     }
     NEVER(self->segment != NULL, -1);
-    if (!py_holder_init((HolderObject *)self, (SegmentObject *)segment, &reader_kind)) {
-        return -1;
-    }
-    if (!py_segment_usable(self->segment, "handle")) {
+    if (!py_holder_init((HolderObject *)self, (SegmentObject *)segment, &reader_kind) ||
+        !py_segment_usable(self->segment, "handle")) {
         return -1;
     }
     enum lock_status lock = file_lock_take(self->segment->c.fd, SHMBUS_LOCK_COLLECTOR);
@@ -340,10 +338,7 @@ static PyObject *py_reader_release(ReaderObject *self, PyObject *args) {
         return NULL;
     }
     NEVER(PyList_GET_SIZE(items) > (Py_ssize_t)SHMBUS_MAX_GROUP_SIZE, NULL);
-    if (!py_reader_release_all(self, items, reason)) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return py_reader_release_all(self, items, reason) ? Py_NewRef(Py_None) : NULL;
 }
 
 /* (id, round, split, origin) of a committed record; NULL for a damaged header. */

@@ -260,10 +260,9 @@ static PyObject *py_trajectory_keys(TrajectoryObject *self, PyObject *Py_UNUSED(
 /* shape(name) -> tuple; needs no access to the ring. */
 static PyObject *py_trajectory_shape(TrajectoryObject *self, PyObject *name) {
     int field = require_field(self, name);
-    if (field < 0) {
-        return NULL;
-    }
-    return py_sizes(self->shape + self->schema->shape_at[field] + 1, self->schema->ndim[field]);
+    return field < 0 ? NULL
+                     : py_sizes(self->shape + self->schema->shape_at[field] + 1,
+                                self->schema->ndim[field]);
 }
 
 static PyObject *py_trajectory_meta(TrajectoryObject *self, void *Py_UNUSED(ignored)) {

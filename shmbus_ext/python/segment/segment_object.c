@@ -421,16 +421,13 @@ int py_take_segment(PyObject *object, void *segment) {
     return py_segment_usable((SegmentObject *)object, "handle");
 }
 
+static bool is_writable(const SegmentObject *self) {
+    return !self->c.read_only ||
+           py_refuse(PyExc_TypeError, "bus '%U' is mapped read-only here", self->name);
+}
+
 int py_take_writable(PyObject *object, void *segment) {
-    if (!py_take_segment(object, segment)) {
-        return 0;
-    }
-    if (((SegmentObject *)object)->c.read_only) {
-        PyErr_Format(PyExc_TypeError, "bus '%U' is mapped read-only here",
-                     ((SegmentObject *)object)->name);
-        return 0;
-    }
-    return 1;
+    return py_take_segment(object, segment) && is_writable((SegmentObject *)object);
 }
 
 int py_take_round(PyObject *object, void *to) {
@@ -505,11 +502,7 @@ static PyObject *py_segment_get_policy_version(SegmentObject *self, void *Py_UNU
 
 static int py_segment_set_policy_version(SegmentObject *self, PyObject *value,
                                          void *Py_UNUSED(ignored)) {
-    if (!py_is_given(value, "policy_version")) {
-        return -1;
-    }
-    if (self->c.read_only) {
-        PyErr_Format(PyExc_TypeError, "bus '%U' is mapped read-only here", self->name);
+    if (!py_is_given(value, "policy_version") || !is_writable(self)) {
         return -1;
     }
     long long version = PyLong_AsLongLong(value);

@@ -163,10 +163,7 @@ static PyObject *py_split_label_call(PyObject *Py_UNUSED(module), PyObject *args
 
 /* check_split(label): raise TypeError or ValueError for an invalid label. */
 static PyObject *py_check_split(PyObject *Py_UNUSED(module), PyObject *label) {
-    if (!py_split_check(label)) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return py_split_check(label) ? Py_NewRef(Py_None) : NULL;
 }
 
 PyMethodDef py_splits_functions[] = {
