@@ -11,6 +11,15 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+/* Accesses to shared fields, named after their memory order. */
+#define RELAXED(field) atomic_load_explicit(&(field), memory_order_relaxed)
+#define ACQUIRE(field) atomic_load_explicit(&(field), memory_order_acquire)
+#define SET_RELAXED(field, value) atomic_store_explicit(&(field), value, memory_order_relaxed)
+#define SET_RELEASE(field, value) atomic_store_explicit(&(field), value, memory_order_release)
+/* True if the field held `from`; false, without ordering, with its value in `from`. */
+#define EXCHANGE(field, from, to, order) \
+    atomic_compare_exchange_strong_explicit(&(field), &(from), to, order, memory_order_relaxed)
+
 enum shared_status {
     SHARED_OK = 0,
     SHARED_SYSTEM_ERROR, /* see errno */

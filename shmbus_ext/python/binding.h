@@ -57,8 +57,6 @@ static inline bool py_add_object(PyObject *module, const char *name, PyObject *o
 
 /* For format K of Py_BuildValue. */
 #define U64(value) ((unsigned long long)(value))
-/* Read a segment word for tables and messages, without ordering. */
-#define RELAXED(field) atomic_load_explicit(&(field), memory_order_relaxed)
 
 /* PyErr_Format with the result false. */
 static inline bool py_refuse(PyObject *type, const char *format, ...) {

@@ -29,7 +29,7 @@ enum lead_verdict {
 
 /* Returns true if a bound is in force: the only branch in a put on an unbounded bus. */
 static inline bool lead_is_bounded(const struct segment *segment) {
-    return atomic_load_explicit(&segment->lead->limit, memory_order_relaxed) != 0;
+    return RELAXED(segment->lead->limit) != 0;
 }
 
 /* Table key of a group: a hash with empty low bits. A prompt in two splits makes two groups. */

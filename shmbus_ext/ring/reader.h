@@ -164,8 +164,8 @@ static inline bool lane_owner_gone(const struct segment *segment, uint32_t slot,
                                    uint64_t producer_id) {
     const struct producer_slot *owner = &segment->slots[slot];
     /* SYNC: slot-taken. */
-    return atomic_load_explicit(&owner->state, memory_order_acquire) != SHMBUS_SLOT_ACTIVE ||
-           atomic_load_explicit(&owner->producer_id, memory_order_acquire) != producer_id;
+    return ACQUIRE(owner->state) != SHMBUS_SLOT_ACTIVE ||
+           ACQUIRE(owner->producer_id) != producer_id;
 }
 
 /* ---- The walk. */
