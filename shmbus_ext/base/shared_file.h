@@ -4,8 +4,7 @@
  * geometry's checksum. Invariants: header values are trusted only from a checked copy. Locks live
  * on an unmapped description: a mapping keeps its description open, and a forked child inherits
  * mappings, so the lock of a mapped description would outlive its owner. */
-#ifndef SHMBUS_BASE_SHARED_FILE_H
-#define SHMBUS_BASE_SHARED_FILE_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -82,5 +81,3 @@ enum shared_status shared_allocate(int fd, uint64_t from, uint64_t bytes);
 int shared_reopen(int fd, bool read_only);
 /* Maps a range through such a lock-free description; NULL with errno. */
 uint8_t *shared_map(int fd, uint64_t from, uint64_t bytes, int protection, bool read_only);
-
-#endif

@@ -3,8 +3,7 @@
  * Invariants: every object pointing into a segment holds a reference to its SegmentObject, and the
  * mapping goes away with the last object, whatever was closed before. Every entry point checks
  * fork_generation first: a child never uses its parent's slot, lock or cursor. */
-#ifndef SHMBUS_PYTHON_BINDING_H
-#define SHMBUS_PYTHON_BINDING_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -135,5 +134,3 @@ static inline bool py_is_given(const PyObject *value, const char *name) {
     }
     return value != NULL;
 }
-
-#endif

@@ -23,8 +23,7 @@
  *                   exposure of the new records come first.
  *     walking    c: a committed record, while pending reservations await another look. In a
  *                   batch, those were committed before the record. */
-#ifndef SHMBUS_RING_READER_H
-#define SHMBUS_RING_READER_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -226,5 +225,3 @@ uint32_t reader_sweep(struct reader *self, uint32_t most);
 /* Committed records not handed out; `committed` receives the commits of every lane at the same
  * instant. */
 uint64_t reader_count_unread(struct reader *self, uint64_t *committed);
-
-#endif

@@ -16,8 +16,7 @@
  *    `returned` of its row and of the lane. Every reaper sets both flags again.
  *  - Only the collector ends a row. Use of a row's bytes follows a copy, a check, and another look
  *    at the row. */
-#ifndef SHMBUS_RING_REQUESTS_H
-#define SHMBUS_RING_REQUESTS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -203,5 +202,3 @@ void request_heal(struct segment *segment);
 
 /* Free bytes for prompts; a hint. */
 uint64_t request_free_bytes(const struct segment *segment);
-
-#endif

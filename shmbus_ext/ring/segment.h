@@ -2,8 +2,7 @@
  *
  * Invariant: after SHARED_OK from segment_open, bounds never come from shared memory again;
  * arithmetic uses the private copy in struct segment. */
-#ifndef SHMBUS_RING_SEGMENT_H
-#define SHMBUS_RING_SEGMENT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -367,5 +366,3 @@ static inline void origin_pack(void *into, const uint8_t identity[SHMBUS_IDENTIT
     origin_pack_number(to + SHMBUS_IDENTITY_BYTES, producer_id);
     origin_pack_number(to + SHMBUS_IDENTITY_BYTES + 8, sequence);
 }
-
-#endif
