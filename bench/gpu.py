@@ -24,7 +24,8 @@ from bench.processes import MeasurementError
 from bench.row import Row, skipped
 from bench.workload import BYTES_PER_TOKEN, GROUP_SIZE
 from trainer_adapter.batches.pack import pack
-from trainer_adapter.gpu.packer import GpuPacker, Pending
+from trainer_adapter.gpu.gather import Pending
+from trainer_adapter.gpu.packer import GpuPacker
 
 __all__ = ["main"]
 

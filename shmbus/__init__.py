@@ -24,6 +24,7 @@ from shmbus.segment import install as _install  # noqa: F401
 if TYPE_CHECKING:  # "as" exports the name to type checkers
     from shmbus.base.ledger import Ledger as Ledger
     from shmbus.base.ledger import RequestCounts as RequestCounts
+    from shmbus.data.prompts import Request as Request
     from shmbus.errors import BusBusyError as BusBusyError
     from shmbus.errors import BusClosedError as BusClosedError
     from shmbus.errors import BusExistsError as BusExistsError
@@ -54,7 +55,6 @@ if TYPE_CHECKING:  # "as" exports the name to type checkers
     from shmbus.handles.producer import Producer as Producer
     from shmbus.handles.producer import ProducerStats as ProducerStats
     from shmbus.handles.producer_requests import ProducerRequests as ProducerRequests
-    from shmbus.handles.producer_requests import Request as Request
     from shmbus.handles.session import Session as Session
     from shmbus.inspect.stall_report import StallReport as StallReport
     from shmbus.segment.bus import Bus as Bus
@@ -98,7 +98,7 @@ _HOMES = {
     "Producer": "shmbus.handles.producer",
     "ProducerStats": "shmbus.handles.producer",
     "ProducerRequests": "shmbus.handles.producer_requests",
-    "Request": "shmbus.handles.producer_requests",
+    "Request": "shmbus.data.prompts",
     "Bus": "shmbus.segment.bus",
     "BusStats": "shmbus.segment.bus",
     "ProducerInfo": "shmbus.segment.bus",

@@ -13,11 +13,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # "as" exports the name to type checkers
+    from shmbus.batch.gather import FieldNames as FieldNames
     from trainer_adapter.advantages import group_advantages as group_advantages
     from trainer_adapter.attention.varlen import varlen_attention as varlen_attention
     from trainer_adapter.batches.batch import Batch as Batch
-    from trainer_adapter.batches.pack import ExtraField as ExtraField
-    from trainer_adapter.batches.pack import FieldNames as FieldNames
+    from trainer_adapter.batches.extra_fields import ExtraField as ExtraField
     from trainer_adapter.batches.pack import pack as pack
     from trainer_adapter.compat import pad_input as pad_input
     from trainer_adapter.compat import unpad_input as unpad_input
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # "as" exports the name to type checkers
 
 _HOMES = {
     "Batch": "batches.batch",
-    "ExtraField": "batches.pack",
+    "ExtraField": "batches.extra_fields",
     "FieldNames": "batches.pack",
     "LogprobMismatch": "mismatch",
     "OnlineDataHandler": "handler.handler",

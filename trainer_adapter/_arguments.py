@@ -28,23 +28,6 @@ from shmbus.base.near_names import unknown_option
 from shmbus.batch.gather import MAX_SCORE, MOST_THREADS, FieldNames
 from trainer_adapter.advantages import check_kind
 
-__all__ = [
-    "ConsumerOptions",
-    "check_choices",
-    "check_consumer_options",
-    "check_device",
-    "check_fields",
-    "check_for_ranks",
-    "check_lengths",
-    "check_loader",
-    "check_pack_threads",
-    "check_packing",
-    "checked_budget",
-    "checked_max_wait",
-    "checked_pack_threads",
-    "score_error",
-]
-
 #: Most ready batches: more would only be staler, and hold more of the ring.
 MAX_PREFETCH: Final = 8
 #: Most threads for copying a batch, and their default.

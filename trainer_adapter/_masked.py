@@ -15,17 +15,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LOG_RATIO_LIMIT",
-    "bounded_ratio",
-    "by_sequence",
-    "check_operands",
-    "check_tensors",
-    "log_ratio",
-    "real",
-    "sent",
-]
-
 LOG_RATIO_LIMIT: Final = 20.0
 """Log ratios are cut at this size before they are exponentiated: exp(20) is 5e8, far beyond any
 clip, while an infinite ratio times an advantage of 0 would be nan."""

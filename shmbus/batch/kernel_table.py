@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 from shmbus.batch.gather import PackPlan
 from shmbus_ext import _core
-from shmbus_ext._core import mapping_of
-
-__all__ = ["CHUNK_WORDS", "COPY_WORDS", "KINDS", "KernelTable", "kernel_table", "mapping_of"]
+from shmbus_ext._core import mapping_of as mapping_of
 
 #: Words of int64 of a chunk of a KernelTable, and of a chunk of `PackPlan.copy_table`.
 CHUNK_WORDS: Final[int] = _core.CHUNK_WORDS

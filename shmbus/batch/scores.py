@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from shmbus_ext import _core
 
-__all__ = ["SCORE_RESOLUTION", "are_equal", "relative_scores"]
-
 #: Scores with a difference below this share of the larger score are equal.
 SCORE_RESOLUTION: Final[float] = _core.SCORE_RESOLUTION
 #: The standard deviation that divides a kind of advantage.

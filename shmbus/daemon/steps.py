@@ -27,8 +27,6 @@ from typing import TypeAlias
 from shmbus.control import messages
 from shmbus.daemon.leases import MAX_GRANT_TRAJECTORIES, Lease, LeaseTable
 
-__all__ = ["StepPlanner", "balanced", "balanced_counts", "plan_step", "weigh"]
-
 # -- groups to ranks -------------------------------------------------------------------------------
 # Pure functions of the groups' weights, in order: the result does not depend on the asking rank.
 # Bounds, each by an exchange argument: `balanced` gives each group, heaviest first, to the lightest

@@ -55,7 +55,7 @@ from shmbus_ext import _core
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from shmbus.handles.producer_requests import Request
+    from shmbus.data.prompts import Request
     from shmbus.handles.session import Session
     from shmbus.pool.server_rows import ServerRows
     from shmbus_ext._core import FieldValue, SupportsItem

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from shmbus.pool.server_rows import ServerRows
     from shmbus_ext._core import FieldValue, SupportsItem
 
-__all__ = ["ProducerRequests", "Request", "RequestState", "checked_reason"]
-
 #: A worker's wait, as named in a stall report.
 _WAITS_FOR: Final = "a prompt to sample"
 

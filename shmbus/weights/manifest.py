@@ -23,15 +23,6 @@ from shmbus.data.encoding import decodable
 from shmbus.tensors.views import ALIGNMENT, DTYPE_BYTES, TensorPlace
 from shmbus.weights.errors import ManifestError
 
-__all__ = [
-    "Manifest",
-    "ParamMeta",
-    "Slice",
-    "TensorPlace",
-    "require_slices",
-    "view_of",
-]
-
 #: Format number; a reader refuses a different format.
 FORMAT: Final = 1
 

@@ -16,8 +16,8 @@ import torch
 
 from shmbus.base.arguments import check_number
 from shmbus.pool import Piece
-from shmbus.tensors.views import DTYPE_BYTES, byte_view
-from shmbus.weights.manifest import Manifest, TensorPlace
+from shmbus.tensors.views import DTYPE_BYTES, TensorPlace, byte_view
+from shmbus.weights.manifest import Manifest
 from shmbus.weights.weight_source import LocalPiece
 
 #: Place of elements in a version, and the elements.

@@ -15,9 +15,9 @@ import torch
 from shmbus.base.arguments import check_choice, check_flag
 from shmbus.errors import WeightsError
 from shmbus.tensors.tensor_cache import SeenTensors
-from shmbus.tensors.views import has_memory, is_sharded
+from shmbus.tensors.views import TensorPlace, has_memory, is_sharded
 from shmbus.weights.errors import ManifestError
-from shmbus.weights.manifest import ParamMeta, Slice, TensorPlace, require_slices
+from shmbus.weights.manifest import ParamMeta, Slice, require_slices
 from shmbus.weights.rounding import ROUNDINGS, Rounding
 
 if TYPE_CHECKING:

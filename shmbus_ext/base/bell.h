@@ -4,8 +4,7 @@
  * flag afterwards. Both are sequentially consistent: at least one side sees the other, and without
  * waiters neither side makes a system call. A dead waiter leaves at most one spare wake-up. A death
  * rings no bell: a wait for a mortal peer runs in slices. */
-#ifndef SHMBUS_BASE_BELL_H
-#define SHMBUS_BASE_BELL_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -43,6 +42,4 @@ long futex_wake(_Atomic uint32_t *word, uint32_t kinds, uint32_t most); /* woken
 #define bell_fence(word) ((void)atomic_fetch_add_explicit(word, 0, memory_order_seq_cst))
 #else
 #define bell_fence(word) atomic_thread_fence(memory_order_seq_cst)
-#endif
-
 #endif

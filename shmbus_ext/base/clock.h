@@ -1,6 +1,5 @@
 /* Two clocks in nanoseconds: monotonic for measurements, real time for display. */
-#ifndef SHMBUS_BASE_CLOCK_H
-#define SHMBUS_BASE_CLOCK_H
+#pragma once
 
 #include <stdint.h>
 
@@ -9,5 +8,3 @@ uint64_t clock_monotonic_ns(void);
 
 /* CLOCK_REALTIME since 1970: only for messages, because the clock can be set. */
 uint64_t clock_realtime_ns(void);
-
-#endif

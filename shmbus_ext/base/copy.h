@@ -7,8 +7,7 @@
  * (bus_header.consumer_packs) is fast enough to meet those lines, and gets large payload by
  * non-temporal stores. For slower consumers ordinary stores are up to twice as fast, unless the
  * live data exceeds the caches: then the overwritten lines come from memory first. */
-#ifndef SHMBUS_BASE_COPY_H
-#define SHMBUS_BASE_COPY_H
+#pragma once
 
 #include <stddef.h>
 
@@ -17,5 +16,3 @@ void copy_non_temporal(void *to, const void *from, size_t bytes);
 
 /* Call between the last non-temporal copy and the publishing release store, in the same thread. */
 void copy_fence(void);
-
-#endif

@@ -3,8 +3,7 @@
  *
  * Invariant: a newly acquired lock proves the end of its last owner; a stopped process keeps its
  * locks, and a reused pid means nothing. layout.h lists the lock bytes. */
-#ifndef SHMBUS_BASE_FILE_LOCK_H
-#define SHMBUS_BASE_FILE_LOCK_H
+#pragma once
 
 #include <stdint.h>
 
@@ -22,5 +21,3 @@ void file_lock_drop_range(int fd, int64_t start, int64_t bytes);
 enum lock_status file_lock_find(int fd, int64_t *start, int64_t *bytes);
 /* Locks every byte at once: succeeds only if no foreign description holds a lock. */
 enum lock_status file_lock_take_all(int fd);
-
-#endif

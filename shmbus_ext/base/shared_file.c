@@ -25,14 +25,14 @@ void shared_publish(const struct shared_kind *kind, void *header) {
     uint32_t crc = crc_of(kind, header);
     memcpy((uint8_t *)header + kind->crc_at, &crc, sizeof crc);
     /* SYNC: segment-ready. The magic follows every store above. */
-    atomic_store_explicit(&shared->magic, kind->magic, memory_order_release);
+    SET_RELEASE(shared->magic, kind->magic);
 }
 
 enum shared_status shared_look(const struct shared_kind *kind, const void *header, void *copy,
                                uint32_t *found_version) {
     const struct shared_header *shared = header;
     /* SYNC: segment-ready. */
-    uint64_t magic = atomic_load_explicit(&shared->magic, memory_order_acquire);
+    uint64_t magic = ACQUIRE(shared->magic);
     if (magic != kind->magic) {
         return magic == 0 ? SHARED_UNFINISHED : SHARED_BAD_MAGIC;
     }

@@ -4,12 +4,20 @@
  * geometry's checksum. Invariants: header values are trusted only from a checked copy. Locks live
  * on an unmapped description: a mapping keeps its description open, and a forked child inherits
  * mappings, so the lock of a mapped description would outlive its owner. */
-#ifndef SHMBUS_BASE_SHARED_FILE_H
-#define SHMBUS_BASE_SHARED_FILE_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
+
+/* Accesses to shared fields, named after their memory order. */
+#define RELAXED(field) atomic_load_explicit(&(field), memory_order_relaxed)
+#define ACQUIRE(field) atomic_load_explicit(&(field), memory_order_acquire)
+#define SET_RELAXED(field, value) atomic_store_explicit(&(field), value, memory_order_relaxed)
+#define SET_RELEASE(field, value) atomic_store_explicit(&(field), value, memory_order_release)
+/* True if the field held `from`; false, without ordering, with its value in `from`. */
+#define EXCHANGE(field, from, to, order) \
+    atomic_compare_exchange_strong_explicit(&(field), &(from), to, order, memory_order_relaxed)
 
 enum shared_status {
     SHARED_OK = 0,
@@ -73,5 +81,3 @@ enum shared_status shared_allocate(int fd, uint64_t from, uint64_t bytes);
 int shared_reopen(int fd, bool read_only);
 /* Maps a range through such a lock-free description; NULL with errno. */
 uint8_t *shared_map(int fd, uint64_t from, uint64_t bytes, int protection, bool read_only);
-
-#endif

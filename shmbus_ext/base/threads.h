@@ -3,8 +3,7 @@
  * Invariants:
  * - On return of threads_run every piece ran once, in one thread, and every other thread has ended.
  * - The threads run no signal handlers. A forked child owns no threads, and waits for no thread. */
-#ifndef SHMBUS_BASE_THREADS_H
-#define SHMBUS_BASE_THREADS_H
+#pragma once
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -22,5 +21,3 @@ bool threads_start(pthread_t *id, void *(*run)(void *), void *argument);
 /* Runs pieces 0 to n - 1 in up to `threads` threads, with fewer where the system refuses a
  * thread. */
 void threads_run(uint32_t threads, uint32_t pieces, threads_work *work, void *job);
-
-#endif

@@ -2,8 +2,7 @@
  *
  * Invariant: these functions never allocate, check bounds or read shared control data; the caller
  * has proved n elements in src and room for them in dst. */
-#ifndef SHMBUS_BATCH_CONVERT_H
-#define SHMBUS_BATCH_CONVERT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -60,5 +59,3 @@ bool gather_any_no_flag(const void *values, enum element_kind kind, uint64_t n);
 #define MAX_LOGPROB 0x1p-10f
 /* Returns true if a value is infinite, NaN or above the bound. */
 bool gather_any_no_logprob(const float *values, uint64_t n);
-
-#endif

@@ -1,8 +1,7 @@
 /* One element of a declared dtype: conversion of numbers to bytes, and back.
  *
  * Invariant: only rounding changes a number. Numbers outside of the dtype's range are refused. */
-#ifndef SHMBUS_BATCH_ELEMENT_H
-#define SHMBUS_BATCH_ELEMENT_H
+#pragma once
 
 #include <math.h>
 #include <stdbool.h>
@@ -187,5 +186,3 @@ static inline bool load_int(const void *from, enum stored_kind kind, int64_t *va
     }
 #undef LOAD
 }
-
-#endif

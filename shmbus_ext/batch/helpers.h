@@ -5,13 +5,10 @@
  * - The caller waits only for pieces already begun, never for a helper to wake.
  * - Helpers start with the first job that wants them, and park between jobs for the life of the
  *   process. They run no signal handlers. A forked child owns no helpers, and waits for none. */
-#ifndef SHMBUS_BATCH_HELPERS_H
-#define SHMBUS_BATCH_HELPERS_H
+#pragma once
 
 #include "base/threads.h"
 
 /* Runs pieces 0 to n - 1 in up to `threads` threads: fewer where the system refuses a thread, and
  * alone while another thread of the process uses the helpers. */
 void helpers_run(uint32_t threads, uint32_t pieces, threads_work *work, void *job);
-
-#endif

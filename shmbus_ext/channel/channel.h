@@ -3,8 +3,7 @@
  * Invariants: after SHARED_OK from channel_open, bounds never come from shared memory again. Slots
  * are mapped one by one, in their present length; a receiver maps them read-only. Locks live on an
  * unmapped description, and end with the process. */
-#ifndef SHMBUS_CHANNEL_CHANNEL_H
-#define SHMBUS_CHANNEL_CHANNEL_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -96,5 +95,3 @@ void messages_ack(struct channel *self);
 /* For the sender: withdraws messages under way and continues with `step`; SHARED_HELD by a
  * receiver. */
 enum shared_status messages_begin_at(struct channel *self, int64_t step);
-
-#endif

@@ -9,8 +9,7 @@
  * Slot:  | payload | pad to 64 | meta |, with as much memory as its largest message took so far
  * Rules: fixed-width types only, no pointers; a field touched concurrently by two processes is
  * _Atomic; an offset or a size that moves needs a new CHANNEL_LAYOUT_VERSION. */
-#ifndef SHMBUS_CHANNEL_LAYOUT_H
-#define SHMBUS_CHANNEL_LAYOUT_H
+#pragma once
 
 #include <stdalign.h>
 #include <stdatomic.h>
@@ -137,5 +136,3 @@ static inline uint64_t channel_align_up(uint64_t value, uint64_t to) {
 static inline uint64_t channel_meta_at(uint64_t bytes) {
     return channel_align_up(bytes, CHANNEL_META_ALIGN);
 }
-
-#endif

@@ -24,15 +24,15 @@ enum shared_status messages_counts(const struct channel *self, struct channel_co
     /* The lower count first: a change between the two looks increases the difference, by at most
      * the messages sent meanwhile; the receiver's own look cannot be overtaken. */
     if (self->side == CHANNEL_RECEIVER) {
-        counts->acked = atomic_load_explicit(&self->header->acked, memory_order_relaxed);
+        counts->acked = RELAXED(self->header->acked);
         /* SYNC: channel-sent. */
-        counts->sent = atomic_load_explicit(&self->header->sent, memory_order_acquire);
+        counts->sent = ACQUIRE(self->header->sent);
     } else {
-        counts->sent = atomic_load_explicit(&self->header->sent, memory_order_acquire);
+        counts->sent = ACQUIRE(self->header->sent);
         /* SYNC: channel-acked. */
-        counts->acked = atomic_load_explicit(&self->header->acked, memory_order_acquire);
+        counts->acked = ACQUIRE(self->header->acked);
     }
-    counts->step_base = atomic_load_explicit(&self->header->step_base, memory_order_relaxed);
+    counts->step_base = RELAXED(self->header->step_base);
     return self->side < 0 ? SHARED_OK : check_counts(self, counts);
 }
 
@@ -49,7 +49,7 @@ enum shared_status messages_begin(struct channel *self, uint64_t bytes, uint64_t
     *slot = (uint32_t)(counts.sent % self->slots);
     struct channel_row *row = &self->rows[*slot];
     uint64_t needed = channel_align_up(channel_meta_at(bytes) + meta_bytes, CHANNEL_PAGE);
-    uint64_t room = atomic_load_explicit(&row->room, memory_order_relaxed);
+    uint64_t room = RELAXED(row->room);
     FAILPOINT("channel-begun");
     if (needed <= room) {
         return SHARED_OK;
@@ -57,7 +57,7 @@ enum shared_status messages_begin(struct channel *self, uint64_t bytes, uint64_t
     status = channel_give_memory(self, *slot, room < self->slot_stride ? room : 0, needed);
     if (status == SHARED_OK) {
         FAILPOINT("channel-grown");
-        atomic_store_explicit(&row->room, needed, memory_order_relaxed);
+        SET_RELAXED(row->room, needed);
         atomic_fetch_add_explicit(&self->header->growths, 1, memory_order_relaxed);
     }
     return status;
@@ -91,7 +91,7 @@ enum shared_status messages_send(struct channel *self, enum channel_kind kind, u
     row->crc = row_crc(row);
     FAILPOINT("channel-described");
     /* SYNC: channel-sent. Payload, meta and row come before the count that covers them. */
-    atomic_store_explicit(&self->header->sent, counts.sent + 1, memory_order_release);
+    SET_RELEASE(self->header->sent, counts.sent + 1);
     FAILPOINT("channel-sent");
     bell_ring(channel_bell(self->header, CHANNEL_SENDER), BELL_ALL);
     return SHARED_OK;
@@ -118,10 +118,10 @@ enum shared_status messages_peek(const struct channel *self, struct channel_row 
 }
 
 void messages_ack(struct channel *self) {
-    uint64_t acked = atomic_load_explicit(&self->header->acked, memory_order_relaxed);
+    uint64_t acked = RELAXED(self->header->acked);
     FAILPOINT("channel-acking");
     /* SYNC: channel-acked. Reads of the slot precede the count that frees the slot. */
-    atomic_store_explicit(&self->header->acked, acked + 1, memory_order_release);
+    SET_RELEASE(self->header->acked, acked + 1);
     FAILPOINT("channel-acked");
     bell_ring(channel_bell(self->header, CHANNEL_RECEIVER), BELL_ALL);
 }
@@ -141,13 +141,12 @@ enum shared_status messages_begin_at(struct channel *self, int64_t step) {
             return lock == LOCK_ERROR ? SHARED_SYSTEM_ERROR : SHARED_HELD;
         }
         /* Load again: the receiver may have acknowledged messages before it left. */
-        counts.acked = atomic_load_explicit(&self->header->acked, memory_order_acquire);
-        atomic_store_explicit(&self->header->sent, counts.acked, memory_order_release);
+        counts.acked = ACQUIRE(self->header->acked);
+        SET_RELEASE(self->header->sent, counts.acked);
         counts.sent = counts.acked;
         FAILPOINT("channel-withdrawn");
     }
-    atomic_store_explicit(&self->header->step_base, step - (int64_t)counts.sent,
-                          memory_order_relaxed);
+    SET_RELAXED(self->header->step_base, step - (int64_t)counts.sent);
     if (withdraw) {
         file_lock_drop(self->file.fd, receiver);
     }

@@ -28,10 +28,10 @@ enum shared_status sides_claim(struct channel *self, enum channel_side_name side
     FAILPOINT("channel-locked");
     put_text(row->label, sizeof row->label, label);
     memset(row->reason, 0, sizeof row->reason);
-    atomic_store_explicit(&row->pid, pid, memory_order_relaxed);
+    SET_RELAXED(row->pid, pid);
     atomic_fetch_add_explicit(&row->claims, 1, memory_order_relaxed);
     /* SYNC: channel-side. SYNC: channel-claim. The count of this claim precedes its state. */
-    atomic_store_explicit(&row->state, CHANNEL_OPEN, memory_order_release);
+    SET_RELEASE(row->state, CHANNEL_OPEN);
     FAILPOINT("channel-claimed");
     bell_ring(channel_bell(self->header, side), BELL_ALL);
     return SHARED_OK;
@@ -45,7 +45,7 @@ void sides_leave(struct channel *self, const char *reason) {
     struct channel_side *row = &self->sides[side];
     put_text(row->reason, sizeof row->reason, reason);
     /* SYNC: channel-side. */
-    atomic_store_explicit(&row->state, CHANNEL_CLOSED, memory_order_release);
+    SET_RELEASE(row->state, CHANNEL_CLOSED);
     FAILPOINT("channel-left");
     file_lock_drop(self->file.fd, CHANNEL_LOCK_SIDE + side);
     bell_ring(channel_bell(self->header, side), BELL_ALL);
@@ -60,14 +60,14 @@ enum channel_life sides_life(const struct channel *self, enum channel_side_name 
     for (;;) {
         /* SYNC: channel-claim. Without the count, a new owner between both looks would seem
          * dead. */
-        uint64_t claims = atomic_load_explicit(&row->claims, memory_order_acquire);
+        uint64_t claims = ACQUIRE(row->claims);
         if (file_lock_probe(self->file.fd, CHANNEL_LOCK_SIDE + side) == LOCK_HELD_ELSEWHERE) {
             return CHANNEL_ALIVE;
         }
         /* SYNC: channel-side. After the lock: a leaving owner stores its state before the
          * unlock. */
-        uint32_t state = atomic_load_explicit(&row->state, memory_order_acquire);
-        if (atomic_load_explicit(&row->claims, memory_order_relaxed) == claims) {
+        uint32_t state = ACQUIRE(row->state);
+        if (RELAXED(row->claims) == claims) {
             return state == CHANNEL_NEVER    ? CHANNEL_ABSENT
                    : state == CHANNEL_CLOSED ? CHANNEL_LEFT
                                              : CHANNEL_DEAD;
@@ -78,21 +78,21 @@ enum channel_life sides_life(const struct channel *self, enum channel_side_name 
 void sides_state(struct channel *self, const uint8_t *data, uint32_t bytes) {
     enum channel_side_name side = (enum channel_side_name)self->side;
     struct channel_statement *at = &self->statements[side];
-    uint64_t version = atomic_load_explicit(&at->version, memory_order_relaxed) | 1;
-    atomic_store_explicit(&at->version, version, memory_order_relaxed);
+    uint64_t version = RELAXED(at->version) | 1;
+    SET_RELAXED(at->version, version);
     /* SYNC: channel-statement. The odd version comes before the bytes. */
     atomic_thread_fence(memory_order_release);
     FAILPOINT("channel-stating");
     at->bytes = bytes;
     at->crc = shmbus_crc32c(0, data, bytes);
     memcpy(at->data, data, bytes);
-    atomic_store_explicit(&at->version, version + 1, memory_order_release);
+    SET_RELEASE(at->version, version + 1);
     FAILPOINT("channel-stated");
     bell_ring(channel_bell(self->header, side), BELL_ALL);
 }
 
 uint64_t sides_stated(const struct channel *self, enum channel_side_name side) {
-    return atomic_load_explicit(&self->statements[side].version, memory_order_acquire);
+    return ACQUIRE(self->statements[side].version);
 }
 
 enum shared_status sides_statement(const struct channel *self, enum channel_side_name side,
@@ -110,7 +110,7 @@ enum shared_status sides_statement(const struct channel *self, enum channel_side
             memcpy(data, at->data, length);
         }
         atomic_thread_fence(memory_order_acquire);
-        if (atomic_load_explicit(&at->version, memory_order_relaxed) != before) {
+        if (RELAXED(at->version) != before) {
             continue;
         }
         if (length > CHANNEL_STATEMENT_BYTES || shmbus_crc32c(0, data, length) != crc) {

@@ -10,8 +10,7 @@
  * Slot:  | payload | meta | digests (u32 a block) | patches, one a rank | pad |
  * Rules: fixed-width types only, no pointers; a field touched concurrently by two processes is
  * _Atomic; an offset or a size that moves needs a new POOL_LAYOUT_VERSION. */
-#ifndef SHMBUS_POOL_LAYOUT_H
-#define SHMBUS_POOL_LAYOUT_H
+#pragma once
 
 #include <stdalign.h>
 #include <stdatomic.h>
@@ -224,5 +223,3 @@ static inline uint32_t pool_word_slot(uint64_t word) {
 static inline uint64_t pool_align_up(uint64_t value, uint64_t to) {
     return (value + to - 1) / to * to;
 }
-
-#endif

@@ -14,7 +14,7 @@
 
 uint64_t lease_newest(const struct pool *self) {
     /* SYNC: pool-latest. */
-    return atomic_load_explicit(&self->header->latest, memory_order_acquire);
+    return ACQUIRE(self->header->latest);
 }
 
 static void note_held(struct pool *self, uint32_t slot, bool held) {
@@ -22,9 +22,9 @@ static void note_held(struct pool *self, uint32_t slot, bool held) {
         return;
     }
     _Atomic uint32_t *holds = &self->reader_rows[self->reader].holds;
-    uint32_t now = atomic_load_explicit(holds, memory_order_relaxed);
+    uint32_t now = RELAXED(*holds);
     uint32_t bit = UINT32_C(1) << slot;
-    atomic_store_explicit(holds, held ? now | bit : now & ~bit, memory_order_relaxed);
+    SET_RELAXED(*holds, held ? now | bit : now & ~bit);
 }
 
 /* Check and use the copy, never the shared original. */
@@ -39,7 +39,7 @@ static bool row_holds(const struct pool *self, const struct slot_row *row) {
 bool lease_peek(const struct pool *self, uint32_t slot, struct slot_row *row) {
     struct slot_row *shared = &self->slot_rows[slot];
     /* SYNC: pool-slot. */
-    uint32_t state = atomic_load_explicit(&shared->state, memory_order_acquire);
+    uint32_t state = ACQUIRE(shared->state);
     memcpy(row, shared, sizeof *row);
     return state == POOL_READY && row_holds(self, row);
 }

@@ -7,8 +7,7 @@
  * Invariants: a patch is a shortcut, never the only way: the slot holds the whole version, leased
  * during a read of either. A piece in the slot equals the publisher's piece, whatever happens to
  * its patch. Values from a patch are checked before they bound an access. */
-#ifndef SHMBUS_POOL_PATCH_H
-#define SHMBUS_POOL_PATCH_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -81,5 +80,3 @@ bool patch_next(const struct patch_view *view, const uint8_t **at, struct patch_
 uint32_t patch_piece_crc(uint32_t crc, const struct patch_run *run, const uint8_t *payload);
 /* Checks that a piece lies within `bytes`, in whole elements of its width. */
 bool patch_fits(uint64_t offset, const struct patch_shape *shape, uint64_t bytes);
-
-#endif

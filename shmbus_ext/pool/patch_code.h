@@ -12,8 +12,7 @@
  * Invariants: elements are compared bit by bit, to keep NaN and -0.0 exact. An input stream comes
  * from shared memory: every byte is read once, and checked before use as a bound; whatever the
  * stream contains, only the piece is written. */
-#ifndef SHMBUS_POOL_PATCH_CODE_H
-#define SHMBUS_POOL_PATCH_CODE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -59,5 +58,3 @@ bool patch_encode(struct patch_out *out, const struct patch_shape *shape, const 
 bool patch_apply(struct patch_in *in, const struct patch_shape *shape, uint8_t *to);
 /* Copies contiguous rows into a piece. */
 void patch_copy(const struct patch_shape *shape, const uint8_t *now, uint8_t *to);
-
-#endif

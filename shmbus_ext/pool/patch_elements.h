@@ -2,8 +2,7 @@
  *
  * The functions are inlined with a constant width into functions compiled for one instruction set.
  * Elements may be unaligned. */
-#ifndef SHMBUS_POOL_PATCH_ELEMENTS_H
-#define SHMBUS_POOL_PATCH_ELEMENTS_H
+#pragma once
 
 #include <stdint.h>
 #include <string.h>
@@ -135,5 +134,3 @@ INLINE uint64_t differ_some(const uint8_t *now, const uint8_t *base, uint32_t el
 INLINE uint32_t lowest(uint64_t bits) {
     return (uint32_t)__builtin_ctzll(bits | UINT64_C(1) << (WORD_BITS - 1));
 }
-
-#endif

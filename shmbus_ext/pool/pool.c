@@ -93,8 +93,8 @@ static bool write_header(struct pool *self, const struct pool_geometry *plan) {
     header->block_bytes = plan->block_bytes;
     header->patch_bytes = plan->patch_bytes;
     header->created_unix_ns = clock_realtime_ns();
-    atomic_store_explicit(&header->next_sequence, 1, memory_order_relaxed);
-    atomic_store_explicit(&header->slots_open, plan->slots, memory_order_relaxed);
+    SET_RELAXED(header->next_sequence, 1);
+    SET_RELAXED(header->slots_open, plan->slots);
     take_geometry(self, header);
     return getrandom(&header->life, sizeof header->life, 0) == (ssize_t)sizeof header->life;
 }
@@ -154,7 +154,7 @@ void pool_unmap(struct pool *self) {
 }
 
 enum shared_status pool_allow_writing(struct pool *self) {
-    uint32_t open = atomic_load_explicit(&self->header->slots_open, memory_order_acquire);
+    uint32_t open = ACQUIRE(self->header->slots_open);
     if (self->writable) {
         return SHARED_OK;
     }
@@ -169,14 +169,14 @@ enum shared_status pool_allow_writing(struct pool *self) {
 }
 
 enum shared_status pool_grow(struct pool *self) {
-    uint32_t open = atomic_load_explicit(&self->header->slots_open, memory_order_acquire);
+    uint32_t open = ACQUIRE(self->header->slots_open);
     if (open >= self->max_slots) {
         return SHARED_NOTHING;
     }
     uint64_t from = self->slots_offset + open * self->slot_stride;
     enum shared_status status = shared_allocate(self->file.fd, from, self->slot_stride);
     if (status == SHARED_OK) {
-        atomic_store_explicit(&self->header->slots_open, open + 1, memory_order_release);
+        SET_RELEASE(self->header->slots_open, open + 1);
     }
     return status;
 }

@@ -2,8 +2,7 @@
  *
  * Invariants: after SHARED_OK from pool_open, bounds never come from shared memory again. Payload
  * is mapped read-only until this process becomes a writer. */
-#ifndef SHMBUS_POOL_POOL_H
-#define SHMBUS_POOL_POOL_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -191,5 +190,3 @@ enum piece_state {
 };
 /* A rank's progress with a version, for the publisher. */
 enum piece_state publish_piece_state(const struct pool *self, uint64_t sequence, uint32_t rank);
-
-#endif

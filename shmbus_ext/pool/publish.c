@@ -12,7 +12,7 @@
 
 static void set_state(struct pool *self, uint32_t slot, uint32_t state) {
     /* SYNC: pool-slot. The row and the payload precede the state that vouches for them. */
-    atomic_store_explicit(&self->slot_rows[slot].state, state, memory_order_release);
+    SET_RELEASE(self->slot_rows[slot].state, state);
 }
 
 /* Returns true if a rank still writes into the slot, for this publisher or for a dead
@@ -43,9 +43,8 @@ static bool take_slot(struct pool *self, uint32_t slot) {
 
 /* The free slot with the oldest write; max_slots if every slot is taken. */
 static uint32_t choose_slot(struct pool *self) {
-    uint32_t newest = pool_word_slot(
-        atomic_load_explicit(&self->header->latest, memory_order_relaxed));
-    uint32_t open = atomic_load_explicit(&self->header->slots_open, memory_order_acquire);
+    uint32_t newest = pool_word_slot(RELAXED(self->header->latest));
+    uint32_t open = ACQUIRE(self->header->slots_open);
     bool tried[POOL_MAX_SLOTS] = {false};
     open = open < self->max_slots ? open : self->max_slots;
     for (uint32_t n = 0; n < open; n++) {
@@ -79,8 +78,7 @@ static bool has_alike(const struct pool *self, uint32_t slot, const struct versi
 /* Notes the base for a patch of the version, and the version still in the slot. */
 static void note_bases(struct pool *self, uint32_t at, const struct version_facts *facts,
                        struct slot_row *to) {
-    uint32_t newest = pool_word_slot(
-        atomic_load_explicit(&self->header->latest, memory_order_relaxed));
+    uint32_t newest = pool_word_slot(RELAXED(self->header->latest));
     uint32_t meta_crc = shmbus_crc32c(0, facts->meta, facts->meta_bytes);
     struct slot_row row;
     bool wanted = facts->patches && self->patch_bytes > 0;
@@ -148,7 +146,7 @@ void publish_finish(struct pool *self, uint32_t slot, uint64_t sequence, uint32_
     file_lock_drop(self->file.fd, pool_lock_slot(slot));
     FAILPOINT("pool-unlocked");
     /* SYNC: pool-latest. */
-    atomic_store_explicit(&header->latest, pool_word(sequence, slot), memory_order_release);
+    SET_RELEASE(header->latest, pool_word(sequence, slot));
     FAILPOINT("pool-latest");
     /* SYNC: pool-writing. After latest: a rank that finds neither word knows of the give-up. */
     atomic_store_explicit(&header->writing, 0, memory_order_seq_cst);
@@ -181,8 +179,7 @@ enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_r
     uint64_t word = atomic_load_explicit(&self->header->writing, memory_order_seq_cst);
     uint64_t sequence = pool_word_sequence(word);
     uint32_t at = pool_word_slot(word);
-    if (word == 0 || sequence <= atomic_load_explicit(&mine->done, memory_order_relaxed) ||
-        sequence <= atomic_load_explicit(&mine->failed, memory_order_relaxed)) {
+    if (word == 0 || sequence <= RELAXED(mine->done) || sequence <= RELAXED(mine->failed)) {
         return SHARED_NOTHING;
     }
     if (at >= self->max_slots) {
@@ -211,7 +208,7 @@ enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_r
         return SHARED_NOTHING;
     }
     self->own_writes |= UINT32_C(1) << at;
-    atomic_store_explicit(&mine->started, sequence, memory_order_release);
+    SET_RELEASE(mine->started, sequence);
     FAILPOINT("pool-piece-begun");
     *slot = at;
     return SHARED_OK;
@@ -220,7 +217,7 @@ enum shared_status publish_join(struct pool *self, uint32_t *slot, struct slot_r
 void publish_piece_done(struct pool *self, uint64_t sequence) {
     FAILPOINT("pool-piece-written");
     /* SYNC: pool-piece. The piece precedes the word that vouches for it. */
-    atomic_store_explicit(&self->rank_rows[self->rank].done, sequence, memory_order_release);
+    SET_RELEASE(self->rank_rows[self->rank].done, sequence);
     FAILPOINT("pool-piece-done");
     bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
@@ -228,7 +225,7 @@ void publish_piece_done(struct pool *self, uint64_t sequence) {
 void publish_piece_failed(struct pool *self, uint64_t sequence, const char *error) {
     struct rank_row *mine = &self->rank_rows[self->rank];
     snprintf(mine->error, sizeof mine->error, "%s", error);
-    atomic_store_explicit(&mine->failed, sequence, memory_order_release);
+    SET_RELEASE(mine->failed, sequence);
     bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
 
@@ -242,7 +239,7 @@ enum shared_status publish_outcome(const struct pool *self, uint64_t sequence) {
     /* SYNC: pool-writing. Before latest, because the publisher stores latest first. */
     uint64_t word = atomic_load_explicit(&self->header->writing, memory_order_seq_cst);
     /* SYNC: pool-latest. */
-    uint64_t latest = atomic_load_explicit(&self->header->latest, memory_order_acquire);
+    uint64_t latest = ACQUIRE(self->header->latest);
     if (pool_word_sequence(latest) >= sequence) {
         return SHARED_OK;
     }
@@ -253,7 +250,7 @@ enum shared_status publish_outcome(const struct pool *self, uint64_t sequence) {
         return SHARED_NOTHING;
     }
     /* The publisher may have finished after the looks, before its death. */
-    latest = atomic_load_explicit(&self->header->latest, memory_order_acquire);
+    latest = ACQUIRE(self->header->latest);
     return pool_word_sequence(latest) >= sequence ? SHARED_OK : SHARED_GONE;
 }
 
@@ -261,13 +258,13 @@ enum piece_state publish_piece_state(const struct pool *self, uint64_t sequence,
     const struct rank_row *row = &self->rank_rows[rank];
     enum row_life life = rows_writer_life(self, rank);
     /* SYNC: pool-piece. Read after the lock: a dead rank's finished piece counts. */
-    if (atomic_load_explicit(&row->done, memory_order_acquire) == sequence) {
+    if (ACQUIRE(row->done) == sequence) {
         return PIECE_DONE;
     }
-    if (atomic_load_explicit(&row->failed, memory_order_acquire) == sequence) {
+    if (ACQUIRE(row->failed) == sequence) {
         return PIECE_FAILED;
     }
-    bool begun = atomic_load_explicit(&row->started, memory_order_acquire) == sequence;
+    bool begun = ACQUIRE(row->started) == sequence;
     if (life != ROW_ALIVE) {
         return begun ? PIECE_DEAD : PIECE_ABSENT;
     }

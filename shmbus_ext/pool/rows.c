@@ -16,7 +16,7 @@ enum shared_status rows_claim_writer(struct pool *self, uint32_t rank, const cha
     }
     struct rank_row *row = &self->rank_rows[rank];
     snprintf(row->label, sizeof row->label, "%s", label);
-    atomic_store_explicit(&row->pid, pid, memory_order_relaxed);
+    SET_RELAXED(row->pid, pid);
     self->rank = (int32_t)rank;
     FAILPOINT("pool-writer-claimed");
     bell_ring(&self->header->ranks_bell, BELL_ALL);
@@ -24,12 +24,12 @@ enum shared_status rows_claim_writer(struct pool *self, uint32_t rank, const cha
 }
 
 static void clear_reader(struct reader_row *row) {
-    atomic_store_explicit(&row->applied, 0, memory_order_relaxed);
-    atomic_store_explicit(&row->refused, 0, memory_order_relaxed);
-    atomic_store_explicit(&row->applied_version, 0, memory_order_relaxed);
-    atomic_store_explicit(&row->refused_version, 0, memory_order_relaxed);
-    atomic_store_explicit(&row->holds, 0, memory_order_relaxed);
-    atomic_store_explicit(&row->error_code, 0, memory_order_relaxed);
+    SET_RELAXED(row->applied, 0);
+    SET_RELAXED(row->refused, 0);
+    SET_RELAXED(row->applied_version, 0);
+    SET_RELAXED(row->refused_version, 0);
+    SET_RELAXED(row->holds, 0);
+    SET_RELAXED(row->error_code, 0);
     row->error[0] = '\0';
 }
 
@@ -38,7 +38,7 @@ static void clear_reader(struct reader_row *row) {
 enum claim_rank { CLAIM_OWN = 0, CLAIM_EMPTY, CLAIM_OTHER, CLAIM_RANKS };
 
 static enum claim_rank claim_rank_of(const struct reader_row *row, const char *label) {
-    if (atomic_load_explicit(&row->pid, memory_order_acquire) == 0) {
+    if (ACQUIRE(row->pid) == 0) {
         return CLAIM_EMPTY;
     }
     return strncmp(row->label, label, sizeof row->label) == 0 ? CLAIM_OWN : CLAIM_OTHER;
@@ -63,7 +63,7 @@ enum shared_status rows_claim_reader(struct pool *self, const char *label, const
             FAILPOINT("pool-reader-claimed");
             snprintf(row->label, sizeof row->label, "%s", label);
             snprintf(row->device, sizeof row->device, "%s", device);
-            atomic_store_explicit(&row->pid, pid, memory_order_release);
+            SET_RELEASE(row->pid, pid);
             self->reader = (int32_t)i;
             self->keeps_row = keeps_row;
             return SHARED_OK;
@@ -75,16 +75,16 @@ enum shared_status rows_claim_reader(struct pool *self, const char *label, const
 void rows_leave(struct pool *self) {
     if (self->rank >= 0) {
         uint32_t rank = (uint32_t)self->rank;
-        atomic_store_explicit(&self->rank_rows[rank].pid, 0, memory_order_release);
+        SET_RELEASE(self->rank_rows[rank].pid, 0);
         file_lock_drop(self->file.fd, pool_lock_writer(rank));
         bell_ring(&self->header->ranks_bell, BELL_ALL);
         self->rank = -1;
     }
     if (self->reader >= 0) {
         struct reader_row *row = &self->reader_rows[self->reader];
-        atomic_store_explicit(&row->holds, 0, memory_order_relaxed);
+        SET_RELAXED(row->holds, 0);
         if (!self->keeps_row) {
-            atomic_store_explicit(&row->pid, 0, memory_order_release);
+            SET_RELEASE(row->pid, 0);
         }
         file_lock_drop(self->file.fd, pool_lock_reader((uint32_t)self->reader));
         self->reader = -1;
@@ -95,7 +95,7 @@ static enum row_life life(const struct pool *self, int64_t byte, const _Atomic u
     if (file_lock_probe(self->file.fd, byte) == LOCK_HELD_ELSEWHERE) {
         return ROW_ALIVE;
     }
-    return atomic_load_explicit(pid, memory_order_acquire) == 0 ? ROW_FREE : ROW_DEAD;
+    return ACQUIRE(*pid) == 0 ? ROW_FREE : ROW_DEAD;
 }
 
 enum row_life rows_writer_life(const struct pool *self, uint32_t rank) {
@@ -114,9 +114,9 @@ enum row_life rows_reader_life(const struct pool *self, uint32_t row) {
 
 void rows_applied(struct pool *self, uint64_t sequence, int64_t version) {
     struct reader_row *row = &self->reader_rows[self->reader];
-    atomic_store_explicit(&row->applied_version, version, memory_order_relaxed);
+    SET_RELAXED(row->applied_version, version);
     /* SYNC: pool-applied. The version precedes the sequence that makes the version count. */
-    atomic_store_explicit(&row->applied, sequence, memory_order_release);
+    SET_RELEASE(row->applied, sequence);
     FAILPOINT("pool-applied");
     bell_ring(&self->header->ranks_bell, BELL_ALL);
 }
@@ -125,9 +125,9 @@ void rows_refused(struct pool *self, uint64_t sequence, int64_t version, int32_t
                   const char *text) {
     struct reader_row *row = &self->reader_rows[self->reader];
     snprintf(row->error, sizeof row->error, "%s", text);
-    atomic_store_explicit(&row->error_code, code, memory_order_relaxed);
-    atomic_store_explicit(&row->refused_version, version, memory_order_relaxed);
+    SET_RELAXED(row->error_code, code);
+    SET_RELAXED(row->refused_version, version);
     /* SYNC: pool-applied. */
-    atomic_store_explicit(&row->refused, sequence, memory_order_release);
+    SET_RELEASE(row->refused, sequence);
     bell_ring(&self->header->ranks_bell, BELL_ALL);
 }

@@ -3,8 +3,7 @@
  * Invariants: every object pointing into a segment holds a reference to its SegmentObject, and the
  * mapping goes away with the last object, whatever was closed before. Every entry point checks
  * fork_generation first: a child never uses its parent's slot, lock or cursor. */
-#ifndef SHMBUS_PYTHON_BINDING_H
-#define SHMBUS_PYTHON_BINDING_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -57,8 +56,6 @@ static inline bool py_add_object(PyObject *module, const char *name, PyObject *o
 
 /* For format K of Py_BuildValue. */
 #define U64(value) ((unsigned long long)(value))
-/* Read a segment word for tables and messages, without ordering. */
-#define RELAXED(field) atomic_load_explicit(&(field), memory_order_relaxed)
 
 /* PyErr_Format with the result false. */
 static inline bool py_refuse(PyObject *type, const char *format, ...) {
@@ -137,5 +134,3 @@ static inline bool py_is_given(const PyObject *value, const char *name) {
     }
     return value != NULL;
 }
-
-#endif

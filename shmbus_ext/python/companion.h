@@ -3,8 +3,7 @@
  * Invariant: a call without the interpreter lock, and an object in the segment outliving the
  * handle, counts as a user; the last user ends a handle closed meanwhile. A forked child has no
  * mapping and no lock: a copied description keeps its locks, the parent's proof of life. */
-#ifndef SHMBUS_PYTHON_COMPANION_H
-#define SHMBUS_PYTHON_COMPANION_H
+#pragma once
 
 #include "base/bell.h"
 #include "base/shared_file.h"
@@ -58,5 +57,3 @@ PyObject *py_companion_system_error(CompanionObject *self);
 PyObject *py_companion_status(CompanionObject *self, enum shared_status status);
 /* Likewise for a claim: True once claimed, False for a place held elsewhere. */
 PyObject *py_companion_claimed(CompanionObject *self, enum shared_status status);
-
-#endif

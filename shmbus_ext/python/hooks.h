@@ -1,6 +1,5 @@
 /* Python objects given to the core once, at import: exceptions, codecs, messages. */
-#ifndef SHMBUS_PYTHON_HOOKS_H
-#define SHMBUS_PYTHON_HOOKS_H
+#pragma once
 
 #include "python/binding.h"
 
@@ -44,5 +43,3 @@ PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
 PyObject *py_uninterrupted(PyObject *module, PyObject *args);
 /* Base class: the end of a `with` block calls `close()`, before a signal handler can run. */
 extern PyTypeObject ClosedByBlockType;
-
-#endif

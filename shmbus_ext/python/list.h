@@ -1,8 +1,7 @@
 /* An intrusive, doubly linked list: a ring through its head.
  *
  * Invariant: a link is in at most a single list; an unlisted link lacks neighbours. */
-#ifndef SHMBUS_PYTHON_LIST_H
-#define SHMBUS_PYTHON_LIST_H
+#pragma once
 
 #include "python/binding.h"
 
@@ -37,5 +36,3 @@ static inline void list_unlink(struct list_link *link) {
 
 /* The structure containing a link. */
 #define LIST_ENTRY(link, type, member) ((type *)(void *)((char *)(link) - offsetof(type, member)))
-
-#endif

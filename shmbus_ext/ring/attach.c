@@ -25,18 +25,15 @@ static bool find_backlog(struct reader *self, uint32_t slot, struct head *heads)
     struct run run, current;
     /* SYNC: run-noted. Read before the scan: meanwhile the owner may fill and seal further runs,
      * and a run not noted yet must not hide its predecessor. */
-    uint64_t limit =
-        atomic_load_explicit(&segment->slots[slot].next_order, memory_order_acquire);
-    uint64_t link =
-        atomic_load_explicit(&segment->slots[slot].current, memory_order_acquire);
+    uint64_t limit = ACQUIRE(segment->slots[slot].next_order);
+    uint64_t link = ACQUIRE(segment->slots[slot].current);
     bool has_current = link_is_run(segment, link, slot, &current);
     uint32_t count = 0;
     for (uint32_t i = 0; i < segment->extent_count; i++) {
         if (!extent_is_run(segment, i, slot, &run)) {
             continue;
         }
-        bool sealed =
-            atomic_load_explicit(&segment->extents[i].sealed, memory_order_acquire) != 0;
+        bool sealed = ACQUIRE(segment->extents[i].sealed) != 0;
         if (has_current ? run.order <= current.order : sealed && run.order < limit) {
             heads[count++] = (struct head){run.order, i};
         }
@@ -77,7 +74,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
     self->segment = segment;
     intent_log_replay(segment);
     /* Reset the last consumer's word; a consumer that packs stores 1 again. */
-    atomic_store_explicit(&segment->header->consumer_packs, 0, memory_order_relaxed);
+    SET_RELAXED(segment->header->consumer_packs, 0);
     self->lanes = calloc((size_t)segment->max_producers + 1, sizeof *self->lanes);
     self->runs = calloc(segment->extent_count, sizeof *self->runs);
     self->active = calloc(segment->max_producers, sizeof *self->active);
@@ -98,8 +95,7 @@ bool reader_attach(struct reader *self, struct segment *segment) {
         return false;
     }
     for (int reason = 0; reason < SHMBUS_REASONS; reason++) {
-        self->released_before +=
-            atomic_load_explicit(&segment->header->released[reason], memory_order_relaxed);
+        self->released_before += RELAXED(segment->header->released[reason]);
     }
     writer_keep_spare(&self->mover);
     return true;

@@ -8,8 +8,7 @@
  *  - Checks read the caller's own copy of a record's head, and the writer writes this copy. A block
  *    that changes meanwhile (memory of another process) can tear only a payload.
  *  - A block names its source bus, and every record keeps its numbers from the source bus. */
-#ifndef SHMBUS_RING_BLOCK_H
-#define SHMBUS_RING_BLOCK_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -114,5 +113,3 @@ bool block_skip(struct block_cursor *cursor);
 void block_write(struct record_header *to, const struct record_place *place,
                  const struct record_copy *copy, const uint8_t *image, uint64_t producer_id,
                  uint32_t slot, uint32_t more_flags);
-
-#endif

@@ -9,7 +9,7 @@ static bool is_unread(const struct reader *self, const struct record_place *plac
         return false;
     }
     *bytes = header.record_bytes;
-    return shmbus_is_committed(atomic_load_explicit(&header.state, memory_order_relaxed)) &&
+    return shmbus_is_committed(RELAXED(header.state)) &&
            (header.lane_number < below || (header.flags & SHMBUS_FLAG_MOVED) != 0);
 }
 
@@ -21,7 +21,7 @@ static uint64_t count_in_run(const struct reader *self, uint32_t slot, uint32_t 
         return 0;
     }
     uint64_t limit = run.span * segment->extent_bytes;
-    uint64_t used = atomic_load_explicit(&segment->extents[extent].used, memory_order_acquire);
+    uint64_t used = ACQUIRE(segment->extents[extent].used);
     uint64_t count = 0;
     uint64_t bytes;
     used = used > limit ? limit : used;
@@ -56,7 +56,7 @@ static uint64_t count_lane(const struct reader *self, uint32_t slot, uint64_t be
         if (!lane->cut) {
             count += count_in_run(self, slot, lane->extent, lane->cursor, below);
         }
-        link = atomic_load_explicit(&segment->extents[lane->extent].next, memory_order_acquire);
+        link = ACQUIRE(segment->extents[lane->extent].next);
     }
     for (uint32_t i = lane->backlog_at; i < lane->backlog_count; i++) {
         uint32_t extent = lane->backlog[i];
@@ -66,7 +66,7 @@ static uint64_t count_lane(const struct reader *self, uint32_t slot, uint64_t be
             order = run.order;
             any = true;
         }
-        link = atomic_load_explicit(&segment->extents[extent].next, memory_order_acquire);
+        link = ACQUIRE(segment->extents[extent].next);
     }
     for (bool first = false;;) {
         struct run run;
@@ -75,14 +75,13 @@ static uint64_t count_lane(const struct reader *self, uint32_t slot, uint64_t be
                 return count;
             }
             first = true;
-            link = atomic_load_explicit(&segment->slots[slot].first, memory_order_acquire);
+            link = ACQUIRE(segment->slots[slot].first);
             continue;
         }
         any = true;
         order = run.order;
         count += count_in_run(self, slot, link_low(link) - 1, 0, below);
-        link = atomic_load_explicit(&segment->extents[link_low(link) - 1].next,
-                                    memory_order_acquire);
+        link = ACQUIRE(segment->extents[link_low(link) - 1].next);
     }
 }
 
@@ -90,8 +89,7 @@ uint64_t reader_count_unread(struct reader *self, uint64_t *committed) {
     uint64_t unread = 0;
     *committed = 0;
     for (uint32_t slot = 0; slot <= self->segment->max_producers; slot++) {
-        uint64_t below =
-            atomic_load_explicit(&self->segment->slots[slot].committed, memory_order_acquire);
+        uint64_t below = ACQUIRE(self->segment->slots[slot].committed);
         bool own = slot == self->segment->max_producers;
         if (own && !self->lanes[slot].dirty && !self->lanes[slot].visiting) {
             continue;

@@ -4,7 +4,7 @@
 bool doorbell_ring(struct bus_header *header) {
     /* SYNC: bell. The fence orders the publication before the look at the bell. */
     bell_fence(&header->bell);
-    if (atomic_load_explicit(&header->bell, memory_order_relaxed) == 0) {
+    if (RELAXED(header->bell) == 0) {
         return false;
     }
     return atomic_exchange_explicit(&header->bell, 0, memory_order_seq_cst) != 0 &&
@@ -18,7 +18,7 @@ void doorbell_announce(struct bus_header *header) {
 }
 
 void doorbell_stay(struct bus_header *header) {
-    atomic_store_explicit(&header->bell, BELL_AWAKE, memory_order_relaxed);
+    SET_RELAXED(header->bell, BELL_AWAKE);
 }
 
 enum bell_wait doorbell_sleep(struct bus_header *header, int64_t timeout_ns) {

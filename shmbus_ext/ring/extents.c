@@ -11,28 +11,24 @@
 
 static bool lease_one(struct segment *segment, uint32_t extent, uint32_t slot) {
     _Atomic uint64_t *word = &segment->extents[extent].word;
-    uint64_t seen = atomic_load_explicit(word, memory_order_relaxed);
+    uint64_t seen = RELAXED(*word);
     /* SYNC: extent-freed. Acquire: after the reader's last access to the extent. */
-    return link_low(seen) == 0 &&
-           atomic_compare_exchange_strong_explicit(word, &seen, seen | (slot + 1),
-                                                   memory_order_acquire, memory_order_relaxed);
+    return link_low(seen) == 0 && EXCHANGE(*word, seen, seen | (slot + 1), memory_order_acquire);
 }
 
 bool extent_unlease(struct segment *segment, uint32_t extent, uint64_t word) {
     /* SYNC: extent-freed. */
-    return atomic_compare_exchange_strong_explicit(
-        &segment->extents[extent].word, &word, link_make(link_generation(word) + 1, 0),
-        memory_order_release, memory_order_relaxed);
+    return EXCHANGE(segment->extents[extent].word, word, link_make(link_generation(word) + 1, 0),
+                    memory_order_release);
 }
 
 void extent_renew(struct segment *segment, uint32_t extent, uint64_t word) {
     uint64_t renewed = link_make(link_generation(word) + 1, link_low(word));
-    atomic_compare_exchange_strong_explicit(&segment->extents[extent].word, &word, renewed,
-                                            memory_order_relaxed, memory_order_relaxed);
+    EXCHANGE(segment->extents[extent].word, word, renewed, memory_order_relaxed);
 }
 
 static uint64_t word_of(const struct segment *segment, uint32_t extent) {
-    return atomic_load_explicit(&segment->extents[extent].word, memory_order_relaxed);
+    return RELAXED(segment->extents[extent].word);
 }
 
 uint32_t extent_generation(const struct segment *segment, uint32_t extent) {
@@ -42,8 +38,7 @@ uint32_t extent_generation(const struct segment *segment, uint32_t extent) {
 /* Lowest extent first: a bus without backlog stays within a few cached extents. */
 static uint32_t lease_single(struct segment *segment, uint32_t slot) {
     uint32_t end = segment->extent_count;
-    uint64_t until =
-        atomic_load_explicit(&segment->header->jumbo_until_ns, memory_order_relaxed);
+    uint64_t until = RELAXED(segment->header->jumbo_until_ns);
     if (until != 0) {
         /* A claim longer than JUMBO_CLAIM_NS comes from scribbled bytes or another clock. */
         uint64_t now = clock_monotonic_ns();
@@ -97,8 +92,7 @@ uint32_t extent_lease(struct segment *segment, uint32_t slot, uint32_t span,
         *generation = extent_generation(segment, extent);
     } else if (span > 1) {
         /* Advisory and time-limited: a producer that stops here delays nobody for long. */
-        atomic_store_explicit(&segment->header->jumbo_until_ns,
-                              clock_monotonic_ns() + JUMBO_CLAIM_NS, memory_order_relaxed);
+        SET_RELAXED(segment->header->jumbo_until_ns, clock_monotonic_ns() + JUMBO_CLAIM_NS);
     }
     return extent;
 }
@@ -106,25 +100,25 @@ uint32_t extent_lease(struct segment *segment, uint32_t slot, uint32_t span,
 void extent_enter(struct segment *segment, uint32_t extent, uint32_t generation, uint32_t span,
                   uint64_t order, uint64_t producer_id) {
     struct extent_desc *desc = &segment->extents[extent];
-    atomic_store_explicit(&desc->used, 0, memory_order_relaxed);
-    atomic_store_explicit(&desc->sealed, 0, memory_order_relaxed);
-    atomic_store_explicit(&desc->writer_pins, 0, memory_order_relaxed);
-    atomic_store_explicit(&desc->next, link_make(generation, 0), memory_order_relaxed);
-    atomic_store_explicit(&desc->producer_id, producer_id, memory_order_relaxed);
-    atomic_store_explicit(&desc->order, order, memory_order_relaxed);
+    SET_RELAXED(desc->used, 0);
+    SET_RELAXED(desc->sealed, 0);
+    SET_RELAXED(desc->writer_pins, 0);
+    SET_RELAXED(desc->next, link_make(generation, 0));
+    SET_RELAXED(desc->producer_id, producer_id);
+    SET_RELAXED(desc->order, order);
     /* SYNC: run-entered. A span of this generation proves the fields stored before. */
-    atomic_store_explicit(&desc->span, link_make(generation, span), memory_order_release);
+    SET_RELEASE(desc->span, link_make(generation, span));
 }
 
 bool extent_is_run(const struct segment *segment, uint32_t extent, uint32_t slot,
                    struct run *run) {
     const struct extent_desc *desc = &segment->extents[extent];
-    uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
+    uint64_t word = ACQUIRE(desc->word);
     /* SYNC: run-entered. */
-    uint64_t span = atomic_load_explicit(&desc->span, memory_order_acquire);
+    uint64_t span = ACQUIRE(desc->span);
     run->span = link_low(span);
     run->generation = link_generation(word);
-    run->order = atomic_load_explicit(&desc->order, memory_order_relaxed);
+    run->order = RELAXED(desc->order);
     return link_low(word) == slot + 1 && link_generation(span) == run->generation &&
            run->span >= 1 && run->span <= segment->max_span &&
            run->span <= segment->extent_count - extent;

@@ -8,8 +8,7 @@
  *    once, or no record.
  *  - Replay of a partly or fully completed intent changes nothing: every word written changes from
  *    an exact value, or to a value stated by the intent. */
-#ifndef SHMBUS_RING_INTENT_LOG_H
-#define SHMBUS_RING_INTENT_LOG_H
+#pragma once
 
 #include <stdint.h>
 
@@ -32,5 +31,3 @@ void intent_log_end_move(struct segment *segment);
 
 /* Completes the last collector's intents. The caller holds the collector's lock. */
 void intent_log_replay(struct segment *segment);
-
-#endif

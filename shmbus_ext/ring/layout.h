@@ -13,8 +13,7 @@
  *           | pad to a page | extents ... |
  * The last slot belongs to the collector: the lane into which it moves stragglers.
  */
-#ifndef SHMBUS_RING_LAYOUT_H
-#define SHMBUS_RING_LAYOUT_H
+#pragma once
 
 #include <math.h>
 #include <stdalign.h>
@@ -485,5 +484,3 @@ _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2 && ATOMIC_INT_LOCK_FREE == 2,
 static inline uint64_t shmbus_align_up(uint64_t value, uint64_t to) {
     return (value + to - 1) / to * to;
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* Delivery figures in the segment: histograms, and a count of useless groups.
  *
  * Invariant: every histogram keeps a fixed number of buckets. */
-#ifndef SHMBUS_RING_LAYOUT_FIGURES_H
-#define SHMBUS_RING_LAYOUT_FIGURES_H
+#pragma once
 
 #include <stdalign.h>
 #include <stdatomic.h>
@@ -48,5 +47,3 @@ struct delivery_figures {
 };
 _Static_assert(sizeof(struct delivery_figures) == 704, "layout");
 _Static_assert(offsetof(struct delivery_figures, groups_dropped) == 640, "layout");
-
-#endif

@@ -1,6 +1,5 @@
 /* The tables beside the ring, included by layout.h. */
-#ifndef SHMBUS_RING_LAYOUT_TABLES_H
-#define SHMBUS_RING_LAYOUT_TABLES_H
+#pragma once
 
 #include <stdalign.h>
 #include <stdatomic.h>
@@ -348,5 +347,3 @@ struct wait_row {
     _Atomic uint64_t reason[SHMBUS_UNMADE_WORDS];
 };
 _Static_assert(sizeof(struct wait_row) == 128, "two cache lines a slot");
-
-#endif

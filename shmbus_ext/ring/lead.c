@@ -35,7 +35,7 @@ uint64_t lead_key_of_split(uint64_t key, uint32_t split) {
 
 static uint64_t word_at(const struct segment *segment, uint32_t row) {
     /* SYNC: group-admitted. */
-    return atomic_load_explicit(&segment->lead->rows[row], memory_order_acquire);
+    return ACQUIRE(segment->lead->rows[row]);
 }
 
 static bool swap(struct segment *segment, uint32_t row, uint64_t from, uint64_t to) {
@@ -76,7 +76,7 @@ enum lead_verdict lead_admit(struct segment *segment, uint64_t key, uint32_t slo
             held += word != 0;
             room = word == 0 && room == SHMBUS_LEAD_ROWS ? row : room;
         }
-        uint32_t limit = atomic_load_explicit(&segment->lead->limit, memory_order_relaxed);
+        uint32_t limit = RELAXED(segment->lead->limit);
         if (room == SHMBUS_LEAD_ROWS || held >= limit) {
             return LEAD_FULL;
         }
@@ -209,8 +209,7 @@ void lead_follow(struct segment *segment, uint64_t leased, uint64_t ended) {
     if (lead->max_versions == 0) {
         return;
     }
-    int64_t version =
-        atomic_load_explicit(&segment->header->policy_version, memory_order_relaxed);
+    int64_t version = RELAXED(segment->header->policy_version);
     if (version != lead->version) {
         begin_version(lead, version, leased + ended);
     }

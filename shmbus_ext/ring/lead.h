@@ -13,8 +13,7 @@
  *  - No process can leave a row taken for ever. The slot's lock proves the death of a claimant; the
  *    next holder of the slot settles its rows, and the collector, once it has read the ring to its
  *    end, frees settled rows of groups absent from its stash. */
-#ifndef SHMBUS_RING_LEAD_H
-#define SHMBUS_RING_LEAD_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -29,7 +28,7 @@ enum lead_verdict {
 
 /* Returns true if a bound is in force: the only branch in a put on an unbounded bus. */
 static inline bool lead_is_bounded(const struct segment *segment) {
-    return atomic_load_explicit(&segment->lead->limit, memory_order_relaxed) != 0;
+    return RELAXED(segment->lead->limit) != 0;
 }
 
 /* Table key of a group: a hash with empty low bits. A prompt in two splits makes two groups. */
@@ -64,5 +63,3 @@ void lead_follow(struct segment *segment, uint64_t leased, uint64_t ended);
 
 /* The number of taken rows. */
 uint32_t lead_held(const struct segment *segment);
-
-#endif

@@ -38,15 +38,13 @@ void figure_count(struct delivery_figures *self, enum shmbus_figure figure, doub
     bucket += (unsigned)(value > own[bucket]);
     /* A single writer: a load and a store suffice. */
     struct figure_entry *to = &self->figures[figure];
-    atomic_store_explicit(&to->buckets[bucket],
-                          atomic_load_explicit(&to->buckets[bucket], memory_order_relaxed) + 1,
-                          memory_order_relaxed);
-    uint64_t bits = atomic_load_explicit(&to->sum, memory_order_relaxed);
+    SET_RELAXED(to->buckets[bucket], RELAXED(to->buckets[bucket]) + 1);
+    uint64_t bits = RELAXED(to->sum);
     double total;
     memcpy(&total, &bits, sizeof total);
     total += value;
     memcpy(&bits, &total, sizeof bits);
-    atomic_store_explicit(&to->sum, bits, memory_order_relaxed);
+    SET_RELAXED(to->sum, bits);
 }
 
 /* ---- Groups that ended early: a ring of hashes with a count. */
@@ -70,21 +68,19 @@ uint64_t group_key_hash(const char *id, uint32_t bytes, int64_t round, uint32_t 
 
 void cancelled_add(struct segment *segment, uint64_t key_hash) {
     _Atomic uint64_t *count = &segment->header->cancelled_count;
-    uint64_t before = atomic_load_explicit(count, memory_order_relaxed);
-    atomic_store_explicit(&segment->cancelled[before % SHMBUS_CANCELLED], key_hash,
-                          memory_order_relaxed);
+    uint64_t before = RELAXED(*count);
+    SET_RELAXED(segment->cancelled[before % SHMBUS_CANCELLED], key_hash);
     /* SYNC: group-cancelled. A visible count covers visible entries. */
-    atomic_store_explicit(count, before + 1, memory_order_release);
+    SET_RELEASE(*count, before + 1);
 }
 
 bool cancelled_has(const struct segment *segment, uint64_t key_hash) {
     /* SYNC: group-cancelled. */
-    uint64_t count =
-        atomic_load_explicit(&segment->header->cancelled_count, memory_order_acquire);
+    uint64_t count = ACQUIRE(segment->header->cancelled_count);
     uint64_t entries = count < SHMBUS_CANCELLED ? count : SHMBUS_CANCELLED;
     uint64_t found = 0;
     for (uint64_t i = 0; i < entries; i++) {
-        uint64_t entry = atomic_load_explicit(&segment->cancelled[i], memory_order_relaxed);
+        uint64_t entry = RELAXED(segment->cancelled[i]);
         found |= (uint64_t)(entry == key_hash);
     }
     return found != 0;
@@ -94,12 +90,12 @@ void unmade_note(struct segment *segment, uint32_t slot, uint32_t released,
                  const struct unmade *note) {
     struct wait_row *row = &segment->waits[slot];
     atomic_fetch_add_explicit(&row->released, released, memory_order_relaxed);
-    atomic_store_explicit(&row->given_back, note->given_back, memory_order_relaxed);
-    atomic_store_explicit(&row->failed, note->failed, memory_order_relaxed);
-    atomic_store_explicit(&row->rests_until_ns, note->rests_until_ns, memory_order_relaxed);
+    SET_RELAXED(row->given_back, note->given_back);
+    SET_RELAXED(row->failed, note->failed);
+    SET_RELAXED(row->rests_until_ns, note->rests_until_ns);
     for (uint32_t i = 0; i < SHMBUS_UNMADE_WORDS; i++) {
         uint64_t word;
         memcpy(&word, note->reason + i * sizeof word, sizeof word);
-        atomic_store_explicit(&row->reason[i], word, memory_order_relaxed);
+        SET_RELAXED(row->reason[i], word);
     }
 }

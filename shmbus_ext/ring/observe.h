@@ -1,6 +1,5 @@
 /* Notes for messages: figures of deliveries, waits, groups that ended early. */
-#ifndef SHMBUS_RING_OBSERVE_H
-#define SHMBUS_RING_OBSERVE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -45,5 +44,3 @@ struct unmade {
 /* The slot's owner stores its state and adds the newly given-back samples. */
 void unmade_note(struct segment *segment, uint32_t slot, uint32_t released,
                  const struct unmade *note);
-
-#endif

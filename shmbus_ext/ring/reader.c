@@ -17,8 +17,7 @@
 static bool enter_backlog(struct reader *self, struct lane *lane) {
     while (lane->backlog_at < lane->backlog_count) {
         uint32_t extent = lane->backlog[lane->backlog_at++];
-        uint64_t word = atomic_load_explicit(&self->segment->extents[extent].word,
-                                             memory_order_relaxed);
+        uint64_t word = RELAXED(self->segment->extents[extent].word);
         if (lane_enter_run(self, lane, link_make(link_generation(word), extent + 1))) {
             return true;
         }
@@ -30,9 +29,7 @@ static bool enter_backlog(struct reader *self, struct lane *lane) {
 static bool enter_next_run(struct reader *self, struct lane *lane) {
     struct producer_slot *slot = &self->segment->slots[lane->slot];
     if (lane->extent == NO_EXTENT) {
-        return enter_backlog(self, lane) ||
-               lane_enter_run(self, lane,
-                              atomic_load_explicit(&slot->first, memory_order_acquire));
+        return enter_backlog(self, lane) || lane_enter_run(self, lane, ACQUIRE(slot->first));
     }
     uint32_t done = lane->extent;
     struct extent_desc *desc = &self->segment->extents[done];
@@ -44,7 +41,7 @@ static bool enter_next_run(struct reader *self, struct lane *lane) {
         return true;
     }
     /* SYNC: run-linked. */
-    uint64_t next = atomic_load_explicit(&desc->next, memory_order_acquire);
+    uint64_t next = ACQUIRE(desc->next);
     if (link_low(next) != 0) {
         /* A dead link ends the lane until its owner begins another chain. */
         lane->extent = NO_EXTENT;
@@ -107,8 +104,7 @@ static int deliver(struct reader *self, const struct record_place *place,
     if (self->moved.count > 0 &&
         moved_set_contains(&self->moved, header->producer_id, header->sequence)) {
         /* The mover died between the two copies: skip the spare first copy. */
-        atomic_store_explicit(&record_of(self->segment, place)->state, SHMBUS_RELEASED,
-                              memory_order_release);
+        SET_RELEASE(record_of(self->segment, place)->state, SHMBUS_RELEASED);
         return 0;
     }
     if (moved && !moved_set_insert(&self->moved, header->producer_id, header->sequence)) {
@@ -170,7 +166,7 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
     }
     lane->cursor += self->copy.header.record_bytes;
     expect_next(lane, record, self->copy.header.record_bytes);
-    const uint32_t state = atomic_load_explicit(&self->copy.header.state, memory_order_relaxed);
+    const uint32_t state = RELAXED(self->copy.header.state);
     if (shmbus_is_committed(state)) {
         if (lane->pending_at < lane->pending_count) {
             /* A batch: its earlier records, still open a moment ago, were committed before this
@@ -202,8 +198,7 @@ static enum walk walk_record(struct reader *self, struct lane *lane, struct reco
         return WALK_ON;
     default:
         /* Scribbled state: the lanes' counters reveal a lost commit. */
-        atomic_store_explicit(&record_of(self->segment, &place)->state, SHMBUS_RELEASED,
-                              memory_order_release);
+        SET_RELEASE(record_of(self->segment, &place)->state, SHMBUS_RELEASED);
         return WALK_ON;
     }
 }
@@ -216,8 +211,7 @@ static bool look_further(struct reader *self, struct lane *lane) {
     if (lane->extent != NO_EXTENT) {
         uint64_t run_bytes = self->runs[lane->extent].span * self->segment->extent_bytes;
         /* SYNC: record-exposed. */
-        uint64_t used = atomic_load_explicit(&self->segment->extents[lane->extent].used,
-                                             memory_order_acquire);
+        uint64_t used = ACQUIRE(self->segment->extents[lane->extent].used);
         lane->limit = used < run_bytes ? used : run_bytes;
     }
     lane->pending_at = lane->pending_kept = 0;
@@ -233,8 +227,7 @@ static enum walk walk_lane(struct reader *self, struct lane *lane, struct record
         return walk_record(self, lane, ref);
     }
     /* SYNC: run-sealed. Read before `used`: in a sealed run `used` is final. */
-    bool sealed = atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
-                                       memory_order_acquire) != 0;
+    bool sealed = ACQUIRE(self->segment->extents[lane->extent].sealed) != 0;
     if (!lane->cut && look_further(self, lane)) {
         return WALK_PENDING_FIRST;
     }
@@ -252,13 +245,13 @@ static int take_ended(struct reader *self, struct lane *lane, struct record_ref 
         struct pending *entry = &lane->pending[lane->pending_at];
         struct record_place place = {entry->extent, entry->generation, entry->offset};
         struct record_header *shared = record_of(self->segment, &place);
-        uint32_t state = atomic_load_explicit(&shared->state, memory_order_acquire);
+        uint32_t state = ACQUIRE(shared->state);
         if (state == SHMBUS_RESERVED &&
             lane_owner_gone(self->segment, self->runs[entry->extent].slot, entry->producer_id)) {
             atomic_compare_exchange_strong_explicit(&shared->state, &state, SHMBUS_ABORTED,
                                                     memory_order_acq_rel, memory_order_acquire);
         }
-        state = atomic_load_explicit(&shared->state, memory_order_acquire);
+        state = ACQUIRE(shared->state);
         lane->pending_at++;
         if (state == SHMBUS_RESERVED) {
             lane->pending[lane->pending_kept++] = *entry;
@@ -295,14 +288,13 @@ static void end_visit(struct reader *self, struct lane *lane) {
 /* An owner facing a full bus seals its run without a commit: no counter moves. */
 static bool sealed_since(const struct reader *self, const struct lane *lane) {
     return lane->extent != NO_EXTENT && self->runs[lane->extent].phase == RUN_WALKING &&
-           atomic_load_explicit(&self->segment->extents[lane->extent].sealed,
-                                memory_order_acquire) != 0;
+           ACQUIRE(self->segment->extents[lane->extent].sealed) != 0;
 }
 
 /* SYNC: lane-advanced. Returns true if the lane's owners ended records since the last visit. */
 static bool counters_moved(const struct lane *lane, const struct producer_slot *slot) {
-    return atomic_load_explicit(&slot->committed, memory_order_acquire) != lane->seen.committed ||
-           atomic_load_explicit(&slot->aborted, memory_order_acquire) != lane->seen.aborted;
+    return ACQUIRE(slot->committed) != lane->seen.committed ||
+           ACQUIRE(slot->aborted) != lane->seen.aborted;
 }
 
 /* Returns true if a visit would find no news, after a few loads. */
@@ -317,9 +309,9 @@ static void begin_visit(struct reader *self, struct lane *lane) {
     lane->visiting = true;
     lane->dirty = false;
     /* SYNC: lane-advanced. */
-    lane->visit.committed = atomic_load_explicit(&slot->committed, memory_order_acquire);
-    lane->visit.aborted = atomic_load_explicit(&slot->aborted, memory_order_acquire);
-    lane->visit.next_order = atomic_load_explicit(&slot->next_order, memory_order_acquire);
+    lane->visit.committed = ACQUIRE(slot->committed);
+    lane->visit.aborted = ACQUIRE(slot->aborted);
+    lane->visit.next_order = ACQUIRE(slot->next_order);
     (void)look_further(self, lane);
 }
 
@@ -353,17 +345,15 @@ static int visit_lane(struct reader *self, struct lane *lane, struct record_ref 
 /* Returns true if a lane may hold unread records; a free slot proves no end, since a successor may
  * have died. */
 static bool worth_a_visit(const struct lane *lane, const struct producer_slot *slot) {
-    return atomic_load_explicit(&slot->state, memory_order_acquire) != SHMBUS_SLOT_FREE ||
-           lane->extent != NO_EXTENT || lane->dirty || lane->pending_count > 0 ||
-           lane->backlog_at < lane->backlog_count || counters_moved(lane, slot) ||
-           atomic_load_explicit(&slot->next_order, memory_order_acquire) != lane->seen.next_order;
+    return ACQUIRE(slot->state) != SHMBUS_SLOT_FREE || lane->extent != NO_EXTENT || lane->dirty ||
+           lane->pending_count > 0 || lane->backlog_at < lane->backlog_count ||
+           counters_moved(lane, slot) || ACQUIRE(slot->next_order) != lane->seen.next_order;
 }
 
 /* The set of lanes to visit changes with arriving and leaving producers, and with fully read
  * lanes. */
 static void refresh_active(struct reader *self) {
-    uint32_t epoch =
-        atomic_load_explicit(&self->segment->header->attach_epoch, memory_order_acquire);
+    uint32_t epoch = ACQUIRE(self->segment->header->attach_epoch);
     if (epoch == self->attach_epoch && !self->active_outdated) {
         return;
     }
@@ -420,7 +410,7 @@ int reader_next(struct reader *self, struct record_ref *ref) {
 bool reader_has_events(struct reader *self) {
     reader_announce_space(self);
     const struct bus_header *header = self->segment->header;
-    if (atomic_load_explicit(&header->attach_epoch, memory_order_acquire) != self->attach_epoch ||
+    if (ACQUIRE(header->attach_epoch) != self->attach_epoch ||
         self->lanes[self->segment->max_producers].dirty) {
         return true;
     }

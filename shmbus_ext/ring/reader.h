@@ -23,8 +23,7 @@
  *                   exposure of the new records come first.
  *     walking    c: a committed record, while pending reservations await another look. In a
  *                   batch, those were committed before the record. */
-#ifndef SHMBUS_RING_READER_H
-#define SHMBUS_RING_READER_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -164,8 +163,8 @@ static inline bool lane_owner_gone(const struct segment *segment, uint32_t slot,
                                    uint64_t producer_id) {
     const struct producer_slot *owner = &segment->slots[slot];
     /* SYNC: slot-taken. */
-    return atomic_load_explicit(&owner->state, memory_order_acquire) != SHMBUS_SLOT_ACTIVE ||
-           atomic_load_explicit(&owner->producer_id, memory_order_acquire) != producer_id;
+    return ACQUIRE(owner->state) != SHMBUS_SLOT_ACTIVE ||
+           ACQUIRE(owner->producer_id) != producer_id;
 }
 
 /* ---- The walk. */
@@ -226,5 +225,3 @@ uint32_t reader_sweep(struct reader *self, uint32_t most);
 /* Committed records not handed out; `committed` receives the commits of every lane at the same
  * instant. */
 uint64_t reader_count_unread(struct reader *self, uint64_t *committed);
-
-#endif

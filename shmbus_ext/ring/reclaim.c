@@ -70,10 +70,8 @@ void reader_announce_space(struct reader *self) {
 static bool writer_keeps(const struct reader *self, uint32_t extent) {
     const struct extent_desc *desc = &self->segment->extents[extent];
     const struct producer_slot *owner = &self->segment->slots[self->runs[extent].slot];
-    return atomic_load_explicit(&desc->writer_pins, memory_order_acquire) != 0 &&
-           atomic_load_explicit(&owner->state, memory_order_acquire) != SHMBUS_SLOT_FREE &&
-           atomic_load_explicit(&owner->producer_id, memory_order_acquire) ==
-               atomic_load_explicit(&desc->producer_id, memory_order_relaxed);
+    return ACQUIRE(desc->writer_pins) != 0 && ACQUIRE(owner->state) != SHMBUS_SLOT_FREE &&
+           ACQUIRE(owner->producer_id) == RELAXED(desc->producer_id);
 }
 
 static bool is_over(const struct run_state *run) {
@@ -81,7 +79,7 @@ static bool is_over(const struct run_state *run) {
 }
 
 static bool is_lent(const struct reader *self) {
-    return atomic_load_explicit(&self->segment->header->lent, memory_order_relaxed) != 0;
+    return RELAXED(self->segment->header->lent) != 0;
 }
 
 /* Queues a run for reader_tidy, which frees the run once no view keeps it. */
@@ -100,9 +98,8 @@ static void note_successor(struct reader *self, uint32_t extent, uint64_t next) 
     _Atomic uint64_t *current = &self->segment->slots[run->slot].current;
     uint64_t own = link_make(run->generation, extent + 1);
     /* SYNC: run-noted. */
-    if (atomic_load_explicit(current, memory_order_relaxed) == own) {
-        atomic_compare_exchange_strong_explicit(current, &own, next, memory_order_release,
-                                                memory_order_relaxed);
+    if (RELAXED(*current) == own) {
+        EXCHANGE(*current, own, next, memory_order_release);
     }
 }
 
@@ -211,8 +208,7 @@ void reader_tidy(struct reader *self) {
 
 void reader_tidy_in_a_pause(struct reader *self) {
     /* With scarce space, runs kept by a view deserve another check. */
-    uint32_t wanted =
-        atomic_load_explicit(&self->segment->header->space_bell.wanted, memory_order_relaxed);
+    uint32_t wanted = RELAXED(self->segment->header->space_bell.wanted);
     if (self->parked_new > 0 || (wanted & SPACE_FREED) != 0) {
         reader_tidy(self);
     }
@@ -278,11 +274,10 @@ bool reader_move(struct reader *self, struct record_ref *ref) {
                       mover->slot_index, from->flags | SHMBUS_FLAG_MOVED);
     intent_log_begin_move(segment, &ref->place, &to.place);
     /* Keep the leased state of a partial group. */
-    writer_publish_moved(mover, &to,
-                         atomic_load_explicit(&from->state, memory_order_relaxed));
+    writer_publish_moved(mover, &to, RELAXED(from->state));
     FAILPOINT("move-published");
     /* SYNC: record-moved. After the exposure of the second copy: a reader always finds a copy. */
-    atomic_store_explicit(&from->state, SHMBUS_RELEASED, memory_order_release);
+    SET_RELEASE(from->state, SHMBUS_RELEASED);
     FAILPOINT("move-ended");
     intent_log_end_move(segment);
     struct record_ref old = *ref;

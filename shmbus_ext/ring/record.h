@@ -2,8 +2,7 @@
  *
  * Invariant: record_read_* hands out copied and bounded values; a record in shared memory may
  * change at any time, even during a read. */
-#ifndef SHMBUS_RING_RECORD_H
-#define SHMBUS_RING_RECORD_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -130,5 +129,3 @@ enum record_verdict record_read_body(const void *shared, struct record_copy *cop
 
 /* Writes the head of a checked copy behind a frame: header and tables. */
 void record_write_head(struct record_header *record, const struct record_copy *copy);
-
-#endif

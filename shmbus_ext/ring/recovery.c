@@ -14,36 +14,35 @@
 
 /* Returns true if the owner's intended commit took effect, as shown by the record. */
 static bool commit_happened(const struct segment *segment, const struct producer_slot *slot) {
-    uint32_t generation = atomic_load_explicit(&slot->commit_generation, memory_order_relaxed);
-    struct record_place at =
-        place_unpack(atomic_load_explicit(&slot->commit_ref, memory_order_relaxed));
+    uint32_t generation = RELAXED(slot->commit_generation);
+    struct record_place at = place_unpack(RELAXED(slot->commit_ref));
     if (at.extent >= segment->extent_count ||
         at.offset > (segment->extent_count - at.extent) * segment->extent_bytes -
                         sizeof(struct record_header)) {
         return false;
     }
     const struct extent_desc *desc = &segment->extents[at.extent];
-    if (link_generation(atomic_load_explicit(&desc->word, memory_order_acquire)) != generation) {
+    if (link_generation(ACQUIRE(desc->word)) != generation) {
         return true;
     }
     const struct record_header *record =
         (const void *)(segment_extent(segment, at.extent) + at.offset);
-    uint32_t state = atomic_load_explicit(&record->state, memory_order_acquire);
-    return at.offset < atomic_load_explicit(&desc->used, memory_order_acquire) &&
+    uint32_t state = ACQUIRE(record->state);
+    return at.offset < ACQUIRE(desc->used) &&
            (shmbus_is_committed(state) || state == SHMBUS_RELEASED);
 }
 
 /* Counts an interrupted commit if it took effect, and always clears the intent: a stale intent
  * would count for the slot's next owner with different extents. */
 static void finish_commit(struct segment *segment, struct producer_slot *slot) {
-    uint64_t committed = atomic_load_explicit(&slot->committed, memory_order_relaxed);
+    uint64_t committed = RELAXED(slot->committed);
     /* SYNC: commit-intended. */
-    uint64_t committing = atomic_load_explicit(&slot->committing, memory_order_acquire);
+    uint64_t committing = ACQUIRE(slot->committing);
     if (committing > committed && committing - committed <= SHMBUS_MAX_GROUP_SIZE &&
         commit_happened(segment, slot)) {
-        atomic_store_explicit(&slot->committed, committing, memory_order_release);
+        SET_RELEASE(slot->committed, committing);
     }
-    atomic_store_explicit(&slot->committing, 0, memory_order_release);
+    SET_RELEASE(slot->committing, 0);
 }
 
 /* Seals a run of the chain unless already sealed: another slot may free and lease a sealed run at
@@ -55,28 +54,28 @@ static bool seal_linked(struct segment *segment, uint64_t link, uint32_t slot_in
         return false;
     }
     _Atomic uint32_t *sealed = &segment->extents[low - 1].sealed;
-    bool was_sealed = atomic_load_explicit(sealed, memory_order_acquire) != 0;
+    bool was_sealed = ACQUIRE(*sealed) != 0;
     if (!link_is_run(segment, link, slot_index, run) ||
         (last->span != 0 && run->order <= last->order)) {
         return false;
     }
     if (!was_sealed) {
-        atomic_store_explicit(sealed, 1, memory_order_release);
+        SET_RELEASE(*sealed, 1);
     }
     return true;
 }
 
 /* Follows and seals the chain to its end, which the dead owner may not have noted. */
 static void seal_chain(struct segment *segment, struct producer_slot *slot, uint32_t slot_index) {
-    uint64_t noted = atomic_load_explicit(&slot->current, memory_order_acquire);
-    uint64_t first = atomic_load_explicit(&slot->first, memory_order_acquire);
-    uint64_t next_order = atomic_load_explicit(&slot->next_order, memory_order_relaxed);
+    uint64_t noted = ACQUIRE(slot->current);
+    uint64_t first = ACQUIRE(slot->first);
+    uint64_t next_order = RELAXED(slot->next_order);
     uint64_t link = noted;
     struct run run, last = {.span = 0};
     for (;;) {
         if (!seal_linked(segment, link, slot_index, &last, &run)) {
             /* SYNC: run-noted. The reader may have freed the run, and noted its successor. */
-            uint64_t now = atomic_load_explicit(&slot->current, memory_order_acquire);
+            uint64_t now = ACQUIRE(slot->current);
             if (now != noted) {
                 link = noted = now;
                 continue;
@@ -95,8 +94,7 @@ static void seal_chain(struct segment *segment, struct producer_slot *slot, uint
                                  memory_order_acquire)) {
             noted = link;
         }
-        link = atomic_load_explicit(&segment->extents[link_low(link) - 1].next,
-                                    memory_order_acquire);
+        link = ACQUIRE(segment->extents[link_low(link) - 1].next);
     }
 }
 
@@ -110,14 +108,13 @@ static uint32_t free_orphans(struct segment *segment, uint32_t slot_index) {
         struct extent_desc *desc = &segment->extents[i];
         struct run run;
         if (extent_is_run(segment, i, slot_index, &run)) {
-            bool linked = atomic_load_explicit(&desc->sealed, memory_order_acquire) != 0 ||
-                          atomic_load_explicit(&desc->used, memory_order_acquire) != 0;
+            bool linked = ACQUIRE(desc->sealed) != 0 || ACQUIRE(desc->used) != 0;
             if (linked) {
                 covered = i + run.span;
                 continue;
             }
         }
-        uint64_t word = atomic_load_explicit(&desc->word, memory_order_acquire);
+        uint64_t word = ACQUIRE(desc->word);
         if (i < covered || link_low(word) != slot_index + 1) {
             continue;
         }
@@ -137,16 +134,14 @@ static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
     FAILPOINT("take-over-counted");
     if (slot_index < segment->max_producers) {
         lead_settle_all(segment, slot_index);
-        request_reap(segment, atomic_load_explicit(&slot->producer_id, memory_order_relaxed),
-                     atomic_load_explicit(&slot->committed, memory_order_relaxed));
-        relay_reap(segment, atomic_load_explicit(&slot->producer_id, memory_order_relaxed),
-                   atomic_load_explicit(&slot->committed, memory_order_relaxed));
+        request_reap(segment, RELAXED(slot->producer_id), RELAXED(slot->committed));
+        relay_reap(segment, RELAXED(slot->producer_id), RELAXED(slot->committed));
         FAILPOINT("take-over-reopened");
     }
     seal_chain(segment, slot, slot_index);
     FAILPOINT("take-over-sealed");
     uint32_t kept = free_orphans(segment, slot_index);
-    atomic_store_explicit(&slot->state, SHMBUS_SLOT_FREE, memory_order_release);
+    SET_RELEASE(slot->state, SHMBUS_SLOT_FREE);
     atomic_fetch_add_explicit(&segment->header->attach_epoch, 1, memory_order_release);
     bell_ring_for(&segment->header->space_bell, SPACE_FREED, segment->extent_count);
     return kept;
@@ -154,7 +149,7 @@ static uint32_t take_over(struct segment *segment, uint32_t slot_index) {
 
 void recover_producer(struct segment *segment, uint32_t slot_index) {
     const struct producer_slot *slot = &segment->slots[slot_index];
-    if (atomic_load_explicit(&slot->state, memory_order_acquire) != SHMBUS_SLOT_FREE) {
+    if (ACQUIRE(slot->state) != SHMBUS_SLOT_FREE) {
         take_over(segment, slot_index);
     }
 }
@@ -166,10 +161,10 @@ uint32_t recover_collector(struct segment *segment) {
 uint32_t recover_dead(struct segment *segment, uint32_t own_slot, uint32_t most) {
     _Atomic uint32_t *look_slot = &segment->header->look_slot;
     uint32_t slots = segment->max_producers;
-    uint32_t at = atomic_load_explicit(look_slot, memory_order_relaxed) % slots;
+    uint32_t at = RELAXED(*look_slot) % slots;
     uint32_t dead = 0;
     for (uint32_t looked = 0; looked < slots && most > 0; looked++, at = (at + 1) % slots) {
-        uint32_t state = atomic_load_explicit(&segment->slots[at].state, memory_order_acquire);
+        uint32_t state = ACQUIRE(segment->slots[at].state);
         if (at == own_slot || state == SHMBUS_SLOT_FREE) {
             continue;
         }
@@ -183,25 +178,23 @@ uint32_t recover_dead(struct segment *segment, uint32_t own_slot, uint32_t most)
         recover_producer(segment, at);
         file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + at);
     }
-    atomic_store_explicit(look_slot, at, memory_order_relaxed);
+    SET_RELAXED(*look_slot, at);
     return dead;
 }
 
 bool recovery_elect(struct segment *segment) {
     _Atomic uint64_t *next = &segment->header->next_look_ns;
     uint64_t now = clock_monotonic_ns();
-    uint64_t due = atomic_load_explicit(next, memory_order_relaxed);
+    uint64_t due = RELAXED(*next);
     /* No process stores a later time; an overwritten word must not end all looks. */
     if (due > now && due <= now + RECOVERY_COLLECTOR_NS) {
         return false;
     }
-    return atomic_compare_exchange_strong_explicit(next, &due, now + RECOVERY_PERIOD_NS,
-                                                   memory_order_relaxed, memory_order_relaxed);
+    return EXCHANGE(*next, due, now + RECOVERY_PERIOD_NS, memory_order_relaxed);
 }
 
 void recovery_reserve(struct segment *segment) {
-    atomic_store_explicit(&segment->header->next_look_ns,
-                          clock_monotonic_ns() + RECOVERY_COLLECTOR_NS, memory_order_relaxed);
+    SET_RELAXED(segment->header->next_look_ns, clock_monotonic_ns() + RECOVERY_COLLECTOR_NS);
 }
 
 /* ---- Taking over after the last sink. */
@@ -212,8 +205,8 @@ void recovery_reserve(struct segment *segment) {
 /* Returns true if the journal belongs to no living lane; reaps the lane of a dead owner. */
 static bool is_healed(struct segment *segment) {
     const struct relay_journal *journal = segment->relay;
-    uint64_t writer = atomic_load_explicit(&journal->writer, memory_order_acquire);
-    uint32_t index = atomic_load_explicit(&journal->slot, memory_order_relaxed);
+    uint64_t writer = ACQUIRE(journal->writer);
+    uint32_t index = RELAXED(journal->slot);
     if (writer == 0) {
         return true;
     }
@@ -223,8 +216,7 @@ static bool is_healed(struct segment *segment) {
     }
     recover_producer(segment, index);
     /* The remainder was bound and never announced; reapers heal the journal. */
-    relay_reap(segment, writer,
-               atomic_load_explicit(&segment->slots[index].committed, memory_order_acquire));
+    relay_reap(segment, writer, ACQUIRE(segment->slots[index].committed));
     file_lock_drop(segment->fd, SHMBUS_LOCK_SLOT + index);
     return true;
 }
@@ -247,6 +239,6 @@ enum relay_begun relay_begin(struct segment *segment) {
 }
 
 void relay_bind(struct segment *segment, const struct writer *writer) {
-    atomic_store_explicit(&segment->relay->slot, writer->slot_index, memory_order_relaxed);
-    atomic_store_explicit(&segment->relay->writer, writer->producer_id, memory_order_release);
+    SET_RELAXED(segment->relay->slot, writer->slot_index);
+    SET_RELEASE(segment->relay->writer, writer->producer_id);
 }

@@ -3,8 +3,7 @@
  *
  * Invariants: the caller holds the lock of the slot, which excludes other writers. If death
  * interrupts a recovery at any step, the next holder of the lock restarts the recovery. */
-#ifndef SHMBUS_RING_RECOVERY_H
-#define SHMBUS_RING_RECOVERY_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -45,5 +44,3 @@ enum relay_begun relay_begin(struct segment *segment);
 
 /* Binds the journal to the lane of this sink. */
 void relay_bind(struct segment *segment, const struct writer *writer);
-
-#endif

@@ -21,20 +21,20 @@ static enum relay_state state_of(uint64_t word) { return (enum relay_state)(word
 static uint32_t batch_of(uint64_t word) { return (uint32_t)(word >> STATE_BITS) & BATCH_MASK; }
 
 static uint64_t load_word(const struct segment *segment, uint32_t entry) {
-    return atomic_load_explicit(&segment->relay_entries[entry].word, memory_order_acquire);
+    return ACQUIRE(segment->relay_entries[entry].word);
 }
 
 static void store_state(struct segment *segment, uint32_t entry, uint64_t word,
                         enum relay_state state) {
     uint64_t kept = word & ~(uint64_t)15;
-    atomic_store_explicit(&segment->relay_entries[entry].word,
-                          state == RELAY_FREE ? 0 : kept | (uint64_t)state, memory_order_release);
+    SET_RELEASE(segment->relay_entries[entry].word,
+                state == RELAY_FREE ? 0 : kept | (uint64_t)state);
 }
 
 /* Returns true for an entry prepared for an intent that never came into force. */
 static bool is_void(const struct segment *segment, uint64_t word) {
     /* SYNC: relay-intended. */
-    uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_acquire);
+    uint32_t batch = ACQUIRE(segment->relay->batch);
     return state_of(word) == RELAY_PREPARED && batch_of(word) == ((batch + 1) & BATCH_MASK);
 }
 
@@ -66,7 +66,7 @@ struct plan {
 
 static bool prepare(struct segment *segment, const struct plan *plan,
                     const struct relay_origin *origin, uint32_t *entry) {
-    uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_relaxed) + 1;
+    uint32_t batch = RELAXED(segment->relay->batch) + 1;
     enum relay_state state = RELAY_INTENDED;
     if (*entry == RELAY_NEW) {
         *entry = next_free(segment);
@@ -80,10 +80,9 @@ static bool prepare(struct segment *segment, const struct plan *plan,
     to->producer_id = origin->producer_id;
     to->sequence = origin->sequence;
     to->commit = plan->commit;
-    atomic_store_explicit(&to->ended, plan->ended, memory_order_relaxed);
-    atomic_store_explicit(&to->writer, plan->writer, memory_order_relaxed);
-    atomic_store_explicit(&to->word, make_word(plan->slot, batch, state),
-                          memory_order_release);
+    SET_RELAXED(to->ended, plan->ended);
+    SET_RELAXED(to->writer, plan->writer);
+    SET_RELEASE(to->word, make_word(plan->slot, batch, state));
     FAILPOINT("relay-prepared");
     return true;
 }
@@ -98,9 +97,9 @@ static void take_back(struct segment *segment, const uint32_t *entries, uint32_t
 }
 
 static void bring_into_force(struct segment *segment) {
-    uint32_t batch = atomic_load_explicit(&segment->relay->batch, memory_order_relaxed);
+    uint32_t batch = RELAXED(segment->relay->batch);
     /* SYNC: relay-intended. From here on this sink or the next writes every record. */
-    atomic_store_explicit(&segment->relay->batch, (batch + 1) & BATCH_MASK, memory_order_release);
+    SET_RELEASE(segment->relay->batch, (batch + 1) & BATCH_MASK);
     FAILPOINT("relay-intended");
 }
 
@@ -167,7 +166,7 @@ bool relay_read(const struct segment *segment, uint32_t entry, struct relay_note
     note->origin.sequence = from->sequence;
     note->state = state_of(word) == RELAY_PREPARED ? RELAY_INTENDED : state_of(word);
     /* SYNC: relay-ended. */
-    note->ended = (uint32_t)atomic_load_explicit(&from->ended, memory_order_acquire);
+    note->ended = (uint32_t)ACQUIRE(from->ended);
     return true;
 }
 
@@ -175,7 +174,7 @@ bool relay_read(const struct segment *segment, uint32_t entry, struct relay_note
 
 void relay_reap(struct segment *segment, uint64_t producer_id, uint64_t committed) {
     struct relay_journal *journal = segment->relay;
-    if (atomic_load_explicit(&journal->writer, memory_order_acquire) != producer_id) {
+    if (ACQUIRE(journal->writer) != producer_id) {
         return;
     }
     for (uint32_t i = 0; i < segment->relay_entry_count; i++) {
@@ -188,7 +187,7 @@ void relay_reap(struct segment *segment, uint64_t producer_id, uint64_t committe
             FAILPOINT("relay-healing");
         }
     }
-    atomic_store_explicit(&journal->writer, 0, memory_order_release);
+    SET_RELEASE(journal->writer, 0);
 }
 
 bool relay_origin_of(const struct segment *segment, const struct record_header *record,
@@ -201,19 +200,17 @@ bool relay_origin_of(const struct segment *segment, const struct record_header *
     /* The source may have released the record since, and the entry may name another record. */
     const struct relay_entry *from = &segment->relay_entries[entry];
     *origin = note.origin;
-    return atomic_load_explicit(&from->writer, memory_order_relaxed) == record->producer_id &&
-           from->commit == record->lane_number + 1;
+    return RELAXED(from->writer) == record->producer_id && from->commit == record->lane_number + 1;
 }
 
 void relay_record_ended(struct segment *segment, const struct record_header *record,
                         uint32_t reason) {
     uint32_t entry = (record->flags >> SHMBUS_FLAG_RELAY_SHIFT) - 1;
     if (entry >= segment->relay_entry_count ||
-        atomic_load_explicit(&segment->relay_entries[entry].writer, memory_order_relaxed) !=
-            record->producer_id) {
+        RELAXED(segment->relay_entries[entry].writer) != record->producer_id) {
         return;
     }
     /* SYNC: relay-ended. */
-    atomic_store_explicit(&segment->relay_entries[entry].ended, reason + 1, memory_order_release);
+    SET_RELEASE(segment->relay_entries[entry].ended, reason + 1);
     atomic_fetch_add_explicit(&segment->relay->ended, 1, memory_order_release);
 }

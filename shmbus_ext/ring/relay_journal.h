@@ -9,8 +9,7 @@
  *    slot: no commit of a later owner passes for a commit of the sink.
  *  - An entry named by a record stays in use until the collector has ended the record.
  *  - Only the holder of SHMBUS_LOCK_RELAY writes entries, except for healing and for `ended`. */
-#ifndef SHMBUS_RING_RELAY_JOURNAL_H
-#define SHMBUS_RING_RELAY_JOURNAL_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -64,5 +63,3 @@ bool relay_origin_of(const struct segment *segment, const struct record_header *
 /* The collector ends a record for good. */
 void relay_record_ended(struct segment *segment, const struct record_header *record,
                         uint32_t reason);
-
-#endif

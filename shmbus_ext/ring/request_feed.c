@@ -84,16 +84,16 @@ static void set_room_of(struct request_parts *parts, const struct request_row *r
 /* ---- freeing ended rows ---- */
 
 static uint64_t counted(const _Atomic uint64_t *total) {
-    return atomic_load_explicit(total, memory_order_relaxed);
+    return RELAXED(*total);
 }
 
 /* The idempotent second half of the free. */
 static void finish_freeing(struct request_lane *lane, struct request_row *row) {
-    atomic_store_explicit(&row->word, REQUEST_FREE, memory_order_release);
-    atomic_store_explicit(&lane->done, lane->freeing_done, memory_order_relaxed);
-    atomic_store_explicit(&lane->given_up, lane->freeing_given_up, memory_order_release);
+    SET_RELEASE(row->word, REQUEST_FREE);
+    SET_RELAXED(lane->done, lane->freeing_done);
+    SET_RELEASE(lane->given_up, lane->freeing_given_up);
     FAILPOINT("feed-freed");
-    atomic_store_explicit(&lane->freeing, 0, memory_order_release);
+    SET_RELEASE(lane->freeing, 0);
 }
 
 static void free_row(struct request_parts *parts, uint32_t index) {
@@ -102,7 +102,7 @@ static void free_row(struct request_parts *parts, uint32_t index) {
     struct request_row own;
     lane->freeing_done = counted(&lane->done) + row->ended_done;
     lane->freeing_given_up = counted(&lane->given_up) + row->ended_given_up;
-    atomic_store_explicit(&lane->freeing, (uint64_t)index + 1, memory_order_release);
+    SET_RELEASE(lane->freeing, (uint64_t)index + 1);
     FAILPOINT("feed-freeing");
     if (copy_sane_row(parts, index, &own)) {
         set_room_of(parts, &own, false);
@@ -113,7 +113,7 @@ static void free_row(struct request_parts *parts, uint32_t index) {
 static void free_ended(struct request_parts *parts) {
     for (uint32_t index = 0; index < parts->row_count; index++) {
         /* SYNC: request-ended. */
-        uint64_t word = atomic_load_explicit(&parts->rows[index].word, memory_order_acquire);
+        uint64_t word = ACQUIRE(parts->rows[index].word);
         if (request_state_of(word) == REQUEST_ENDED) {
             free_row(parts, index);
         }
@@ -123,38 +123,36 @@ static void free_ended(struct request_parts *parts) {
 /* ---- the lock, and repair after a dead feeder ---- */
 
 static void note_place(struct request_parts *parts, uint32_t index, const struct request_row *row) {
-    atomic_store_explicit(
-        &parts->order[row->level * parts->row_count + row->place % parts->row_count], index,
-        memory_order_relaxed);
+    SET_RELAXED(parts->order[row->level * parts->row_count + row->place % parts->row_count], index);
 }
 
 /* Appends an open row, copied in `row`, to the order of its priority. */
 static void append(struct request_parts *parts, uint32_t index, const struct request_row *row) {
     note_place(parts, index, row);
     /* SYNC: request-offered. */
-    atomic_store_explicit(&parts->lane->tails[row->level], row->place + 1, memory_order_release);
+    SET_RELEASE(parts->lane->tails[row->level], row->place + 1);
 }
 
 /* Rebuilds the bitmaps from the rows. The dead feeder held the lock: the rows cannot change. */
 static void heal(struct request_parts *parts) {
     struct request_lane *lane = parts->lane;
-    uint64_t freeing = atomic_load_explicit(&lane->freeing, memory_order_acquire);
+    uint64_t freeing = ACQUIRE(lane->freeing);
     if (freeing != 0 && freeing <= parts->row_count) {
         finish_freeing(lane, &parts->rows[freeing - 1]);
     }
-    atomic_store_explicit(&lane->freeing, 0, memory_order_relaxed);
+    SET_RELAXED(lane->freeing, 0);
     memset(parts->block_bits, 0, (parts->block_count + 63) / 64 * 8);
     memset(parts->unit_bits, 0, (parts->unit_count + 63) / 64 * 8);
     for (uint32_t index = 0; index < parts->row_count; index++) {
         _Atomic uint64_t *word = &parts->rows[index].word;
-        uint32_t state = request_state_of(atomic_load_explicit(word, memory_order_acquire));
+        uint32_t state = request_state_of(ACQUIRE(*word));
         struct request_row row;
         if (state == REQUEST_BUSY) {
-            atomic_store_explicit(word, REQUEST_FREE, memory_order_release);
+            SET_RELEASE(*word, REQUEST_FREE);
         } else if (state != REQUEST_FREE && copy_sane_row(parts, index, &row)) {
             set_room_of(parts, &row, true);
             if (counted(&lane->offered) < row.offered) {
-                atomic_store_explicit(&lane->offered, row.offered, memory_order_relaxed);
+                SET_RELAXED(lane->offered, row.offered);
             }
             if (state == REQUEST_OPEN && row.place >= counted(&lane->tails[row.level])) {
                 append(parts, index, &row);
@@ -166,7 +164,7 @@ static void heal(struct request_parts *parts) {
 
 static void begin_feeding(struct request_parts *parts) {
     _Atomic uint32_t *feeding = &parts->lane->feeding;
-    if (atomic_load_explicit(feeding, memory_order_relaxed) % 2 != 0) {
+    if (RELAXED(*feeding) % 2 != 0) {
         heal(parts);
     } else {
         atomic_fetch_add_explicit(feeding, 1, memory_order_acq_rel);
@@ -180,7 +178,7 @@ static void end_feeding(struct segment *segment) {
 
 void request_heal(struct segment *segment) {
     struct request_parts *parts = &segment->requests;
-    if (atomic_load_explicit(&parts->lane->feeding, memory_order_relaxed) % 2 != 0 &&
+    if (RELAXED(parts->lane->feeding) % 2 != 0 &&
         file_lock_take(segment->fd, SHMBUS_LOCK_FEEDER) == LOCK_TAKEN) {
         begin_feeding(parts);
         end_feeding(segment);
@@ -193,7 +191,7 @@ static uint32_t find_row(struct request_parts *parts) {
     struct request_lane *lane = parts->lane;
     for (uint32_t i = 0; i < parts->row_count; i++) {
         uint32_t index = (uint32_t)(((uint64_t)lane->row_hint + i) % parts->row_count);
-        uint64_t word = atomic_load_explicit(&parts->rows[index].word, memory_order_acquire);
+        uint64_t word = ACQUIRE(parts->rows[index].word);
         if (request_state_of(word) == REQUEST_FREE) {
             lane->row_hint = index + 1;
             return index;
@@ -208,7 +206,7 @@ static void mend_order(struct request_parts *parts, uint32_t level) {
     uint64_t tail = 0;
     for (int pass = 0; pass < 2; pass++) {
         for (uint32_t index = 0; index < parts->row_count; index++) {
-            uint64_t word = atomic_load_explicit(&parts->rows[index].word, memory_order_acquire);
+            uint64_t word = ACQUIRE(parts->rows[index].word);
             if (request_state_of(word) != REQUEST_OPEN || !copy_sane_row(parts, index, &row) ||
                 row.level != level) {
                 continue;
@@ -220,21 +218,18 @@ static void mend_order(struct request_parts *parts, uint32_t level) {
             }
         }
     }
-    atomic_store_explicit(&parts->lane->heads[level],
-                          tail > parts->row_count ? tail - parts->row_count : 0,
-                          memory_order_release);
+    SET_RELEASE(parts->lane->heads[level], tail > parts->row_count ? tail - parts->row_count : 0);
     /* SYNC: request-offered. */
-    atomic_store_explicit(&parts->lane->tails[level], tail, memory_order_release);
+    SET_RELEASE(parts->lane->tails[level], tail);
 }
 
 /* Whether take_in_order still finds a sample of the open row `own`. Takers find returned samples by
  * the row's flag. */
 static bool waits_in_order(const struct request_parts *parts, uint32_t index,
                            const struct request_row *own) {
-    uint64_t next = atomic_load_explicit(&parts->rows[index].next, memory_order_relaxed);
+    uint64_t next = RELAXED(parts->rows[index].next);
     for (uint32_t sample = (uint32_t)next; sample < own->group_size; sample++) {
-        uint64_t claim = atomic_load_explicit(&parts->cells[own->first_cell + sample].claim,
-                                              memory_order_acquire);
+        uint64_t claim = ACQUIRE(parts->cells[own->first_cell + sample].claim);
         if (request_kind_of(claim) == CELL_IS_OPEN) {
             return true;
         }
@@ -247,22 +242,20 @@ static bool waits_in_order(const struct request_parts *parts, uint32_t index,
 static bool order_has_place(struct request_parts *parts, uint32_t level) {
     _Atomic uint64_t *head = &parts->lane->heads[level];
     uint64_t tail = counted(&parts->lane->tails[level]);
-    uint64_t place = atomic_load_explicit(head, memory_order_acquire);
+    uint64_t place = ACQUIRE(*head);
     if (tail - place > parts->row_count) {
         mend_order(parts, level);
         tail = counted(&parts->lane->tails[level]);
-        place = atomic_load_explicit(head, memory_order_acquire);
+        place = ACQUIRE(*head);
     }
     for (uint32_t looked = 0; looked <= parts->row_count; looked++) {
         if (tail - place < parts->row_count) {
             return true;
         }
-        uint32_t index = atomic_load_explicit(
-            &parts->order[level * parts->row_count + place % parts->row_count],
-            memory_order_relaxed);
+        uint32_t index = RELAXED(parts->order[level * parts->row_count + place % parts->row_count]);
         index %= parts->row_count;
         struct request_row row;
-        uint64_t word = atomic_load_explicit(&parts->rows[index].word, memory_order_acquire);
+        uint64_t word = ACQUIRE(parts->rows[index].word);
         if (request_state_of(word) == REQUEST_OPEN && copy_sane_row(parts, index, &row) &&
             row.place == place && row.level == level && waits_in_order(parts, index, &row)) {
             return false;
@@ -309,7 +302,7 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     struct request_lane *lane = parts->lane;
     struct request_row *row = &parts->rows[index];
     struct request_row fresh;
-    atomic_store_explicit(&row->word, number << 2 | REQUEST_BUSY, memory_order_relaxed);
+    SET_RELAXED(row->word, number << 2 | REQUEST_BUSY);
 #if !defined(__SANITIZE_THREAD__) /* no fences in TSan */
     /* SYNC: request-offered. A process that sees a later write also sees the row busy. */
     atomic_thread_fence(memory_order_release);
@@ -331,7 +324,7 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     fresh.split = (uint16_t)offer->split;
     fresh.level = (uint16_t)offer->level;
     fresh.crc = request_row_crc(&fresh);
-    atomic_store_explicit(&fresh.next, request_next_word(number, 0), memory_order_relaxed);
+    SET_RELAXED(fresh.next, request_next_word(number, 0));
     memcpy(&row->place, &fresh.place,
            offsetof(struct request_row, begun) - offsetof(struct request_row, place));
     uint8_t *data = parts->units + (uint64_t)first_unit * SHMBUS_REQUEST_UNIT;
@@ -339,15 +332,15 @@ static void write_row(struct request_parts *parts, uint32_t index, uint64_t numb
     memcpy(data + offer->id_bytes, offer->prompt, offer->prompt_bytes);
     for (uint32_t i = 0; i < offer->group_size; i++) {
         struct request_cell *cell = &parts->cells[first_cell + i];
-        atomic_store_explicit(&cell->commit, 0, memory_order_relaxed);
-        atomic_store_explicit(&cell->claim, request_open_word(number), memory_order_release);
+        SET_RELAXED(cell->commit, 0);
+        SET_RELEASE(cell->claim, request_open_word(number));
     }
     FAILPOINT("feed-written");
     /* SYNC: request-offered. The row is complete before it opens. */
     request_change_word(parts, index, number << 2 | REQUEST_BUSY, number << 2 | REQUEST_OPEN);
     FAILPOINT("feed-open");
     append(parts, index, &fresh);
-    atomic_store_explicit(&lane->offered, fresh.offered, memory_order_release);
+    SET_RELEASE(lane->offered, fresh.offered);
     FAILPOINT("feed-offered");
 }
 
@@ -369,7 +362,7 @@ static bool offer_one(struct request_parts *parts, const struct request_offer *o
         return false;
     }
     *number = counted(&parts->lane->number) + 1;
-    atomic_store_explicit(&parts->lane->number, *number, memory_order_release);
+    SET_RELEASE(parts->lane->number, *number);
     write_row(parts, index, *number, offer, first_cell, first_unit);
     return true;
 }

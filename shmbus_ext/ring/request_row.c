@@ -27,7 +27,7 @@ bool request_copy_row(const struct segment *segment, uint32_t index, uint64_t nu
     }
     const struct request_row *row = &parts->rows[index];
     /* SYNC: request-offered. */
-    uint64_t word = atomic_load_explicit(&row->word, memory_order_acquire);
+    uint64_t word = ACQUIRE(row->word);
     if (request_state_of(word) != REQUEST_OPEN || request_number_of(word) != number) {
         return false;
     }
@@ -44,8 +44,7 @@ bool request_copy_row(const struct segment *segment, uint32_t index, uint64_t nu
 }
 
 uint64_t request_open_row(const struct segment *segment, uint32_t index) {
-    uint64_t word =
-        atomic_load_explicit(&segment->requests.rows[index].word, memory_order_acquire);
+    uint64_t word = ACQUIRE(segment->requests.rows[index].word);
     return request_state_of(word) == REQUEST_OPEN ? request_number_of(word) : 0;
 }
 
@@ -64,7 +63,7 @@ bool request_change_word(const struct request_parts *parts, uint32_t index, uint
 uint64_t request_changes(const struct request_parts *parts, uint32_t chunk) {
     const struct request_row *first = &parts->rows[chunk * SHMBUS_REQUEST_CHUNK];
     /* SYNC: request-changed. */
-    uint64_t done = atomic_load_explicit(&first->done, memory_order_acquire);
-    uint64_t begun = atomic_load_explicit(&first->begun, memory_order_acquire);
+    uint64_t done = ACQUIRE(first->done);
+    uint64_t begun = ACQUIRE(first->begun);
     return begun == done ? done : REQUEST_CHANGES;
 }

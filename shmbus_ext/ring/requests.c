@@ -18,8 +18,7 @@ static _Atomic uint64_t *claim_at(const struct segment *segment, uint32_t cell) 
 
 static bool swap(_Atomic uint64_t *word, uint64_t from, uint64_t to) {
     /* SYNC: request-claimed. */
-    return atomic_compare_exchange_strong_explicit(word, &from, to, memory_order_acq_rel,
-                                                   memory_order_relaxed);
+    return EXCHANGE(*word, from, to, memory_order_acq_rel);
 }
 
 /* ---- taking ---- */
@@ -56,8 +55,7 @@ static bool claim_cell(const struct taker *self, uint32_t index, uint64_t number
 /* Returns true if all samples of a row were handed out or closed, or the row ended. */
 static bool is_over(const struct segment *segment, uint32_t index, uint64_t number,
                     const struct request_row *row) {
-    uint64_t next =
-        atomic_load_explicit(&segment->requests.rows[index].next, memory_order_relaxed);
+    uint64_t next = RELAXED(segment->requests.rows[index].next);
     uint64_t end = request_next_word(number, row->group_size);
     return next >> 32 != end >> 32 || next >= end;
 }
@@ -67,11 +65,11 @@ static bool admit(struct taker *self, uint32_t index, uint64_t number,
                   const struct request_row *row) {
     struct segment *segment = self->segment;
     _Atomic uint32_t *admitted = &segment->requests.rows[index].admitted;
-    if (atomic_load_explicit(admitted, memory_order_relaxed) != 0) {
+    if (RELAXED(*admitted) != 0) {
         return true;
     }
     if (!lead_is_bounded(segment)) {
-        atomic_store_explicit(admitted, 1, memory_order_release);
+        SET_RELEASE(*admitted, 1);
         return true;
     }
     const char *id =
@@ -91,7 +89,7 @@ static bool admit(struct taker *self, uint32_t index, uint64_t number,
             return true;
         }
     }
-    atomic_store_explicit(admitted, 1, memory_order_release);
+    SET_RELEASE(*admitted, 1);
     if (verdict == LEAD_CLAIMED) {
         /* The row of the lane stands for the group from now on. */
         lead_settle(segment, key, self->slot);
@@ -104,10 +102,9 @@ static bool admit(struct taker *self, uint32_t index, uint64_t number,
 static void raise_next(struct segment *segment, uint32_t index, uint64_t number, uint32_t to) {
     _Atomic uint64_t *next = &segment->requests.rows[index].next;
     uint64_t word = request_next_word(number, to);
-    uint64_t now = atomic_load_explicit(next, memory_order_relaxed);
+    uint64_t now = RELAXED(*next);
     while (now >> 32 == word >> 32 && now < word &&
-           !atomic_compare_exchange_strong_explicit(next, &now, word, memory_order_relaxed,
-                                                    memory_order_relaxed)) {
+           !EXCHANGE(*next, now, word, memory_order_relaxed)) {
     }
 }
 
@@ -119,8 +116,7 @@ static enum from_row take_new(struct taker *self, uint32_t index, uint64_t numbe
     if (!request_copy_row(self->segment, index, number, &row)) {
         return ROW_IS_OVER;
     }
-    uint64_t next = atomic_load_explicit(&self->segment->requests.rows[index].next,
-                                         memory_order_relaxed);
+    uint64_t next = RELAXED(self->segment->requests.rows[index].next);
     uint32_t sample = (uint32_t)next;
     if (sample >= row.group_size) {
         return ROW_IS_OVER;
@@ -150,7 +146,7 @@ static bool take_returned_of(struct taker *self, uint32_t index, uint64_t number
         mark_returned(self->segment, index); /* another request by now */
         return false;
     }
-    if (atomic_load_explicit(&shared->admitted, memory_order_acquire) == 0) {
+    if (ACQUIRE(shared->admitted) == 0) {
         return false;
     }
     for (uint32_t sample = 0; sample < row.group_size; sample++) {
@@ -164,7 +160,7 @@ static bool take_returned_of(struct taker *self, uint32_t index, uint64_t number
 
 static bool take_returned(struct taker *self) {
     struct request_parts *parts = &self->segment->requests;
-    if (atomic_load_explicit(&parts->lane->returned, memory_order_relaxed) == 0) {
+    if (RELAXED(parts->lane->returned) == 0) {
         return false;
     }
     atomic_store_explicit(&parts->lane->returned, 0, memory_order_seq_cst);
@@ -203,17 +199,17 @@ static bool take_in_any_order(struct taker *self, uint32_t level) {
 static bool take_in_order(struct taker *self, uint32_t level) {
     struct request_parts *parts = &self->segment->requests;
     _Atomic uint64_t *head = &parts->lane->heads[level];
-    uint64_t place = atomic_load_explicit(head, memory_order_acquire);
+    uint64_t place = ACQUIRE(*head);
     bool first = true;
     for (uint32_t looked = 0; looked <= parts->row_count; looked++, place++) {
         /* SYNC: request-offered. */
-        uint64_t tail = atomic_load_explicit(&parts->lane->tails[level], memory_order_acquire);
+        uint64_t tail = ACQUIRE(parts->lane->tails[level]);
         if (place == tail) {
             return false;
         }
         if (tail - place > parts->row_count) {
             /* Other workers moved the head meanwhile, or a word was overwritten. */
-            uint64_t now = atomic_load_explicit(head, memory_order_acquire);
+            uint64_t now = ACQUIRE(*head);
             if (tail - now > parts->row_count) {
                 return take_in_any_order(self, level);
             }
@@ -221,9 +217,7 @@ static bool take_in_order(struct taker *self, uint32_t level) {
             first = true;
             continue;
         }
-        uint32_t index = atomic_load_explicit(
-            &parts->order[level * parts->row_count + place % parts->row_count],
-            memory_order_relaxed);
+        uint32_t index = RELAXED(parts->order[level * parts->row_count + place % parts->row_count]);
         enum from_row from = ROW_IS_OVER;
         if (index < parts->row_count) {
             uint64_t number = request_open_row(self->segment, index);
@@ -254,8 +248,7 @@ enum request_take request_take(struct segment *segment, uint64_t producer_id, ui
         found = take_in_order(&self, level);
     }
     if (found) {
-        atomic_store_explicit(&segment->requests.lane->taken_ns, clock_monotonic_ns(),
-                              memory_order_relaxed);
+        SET_RELAXED(segment->requests.lane->taken_ns, clock_monotonic_ns());
         return REQUEST_TAKEN;
     }
     return self.too_far ? REQUEST_TOO_FAR_AHEAD : REQUEST_NONE;
@@ -305,8 +298,7 @@ bool request_is_held(const struct segment *segment, const struct request_claim *
     }
     /* SYNC: request-claimed. */
     return request_open_row(segment, claim->row) == claim->number &&
-           atomic_load_explicit(claim_at(segment, claim->cell), memory_order_acquire) ==
-               claim->word;
+           ACQUIRE(*claim_at(segment, claim->cell)) == claim->word;
 }
 
 /* Opens a claimed cell again; the count of an earlier commit goes first. */
@@ -336,7 +328,7 @@ uint32_t request_revoke(struct segment *segment, uint32_t index, uint64_t number
     uint32_t revoked = 0;
     if (request_copy_row(segment, index, number, &row)) {
         for (uint32_t cell = row.first_cell; cell < row.first_cell + row.group_size; cell++) {
-            uint64_t word = atomic_load_explicit(claim_at(segment, cell), memory_order_acquire);
+            uint64_t word = ACQUIRE(*claim_at(segment, cell));
             revoked += request_kind_of(word) == CELL_IS_CLAIMED &&
                        request_producer_of(word) != REQUEST_NOBODY &&
                        reopen(segment, index, cell, word, number);
@@ -360,7 +352,7 @@ bool request_answer(struct segment *segment, const struct request_claim *claim, 
         return false;
     }
     uint64_t tag = (claim->number & REQUEST_NUMBER_MASK) << (64 - REQUEST_NUMBER_BITS);
-    atomic_store_explicit(&cell->commit, tag | (count & REQUEST_COUNT_MASK), memory_order_relaxed);
+    SET_RELAXED(cell->commit, tag | (count & REQUEST_COUNT_MASK));
     FAILPOINT("request-intended");
     if (!swap(&cell->claim, claim->word, answered_word(claim->word))) {
         return false;
@@ -389,7 +381,7 @@ static bool end_first_try(struct segment *segment, uint32_t index, uint64_t numb
     uint64_t over = request_claim_word(CELL_IS_DONE, REQUEST_NOBODY, number);
     uint64_t word;
     do {
-        word = atomic_load_explicit(claim, memory_order_acquire);
+        word = ACQUIRE(*claim);
         if (request_kind_of(word) == CELL_IS_DONE) {
             return word == over;
         }
@@ -425,17 +417,17 @@ static bool was_answered(uint64_t commit, uint64_t number, uint64_t committed) {
 static bool reap_cell(struct segment *segment, uint32_t row, uint64_t number, uint32_t cell,
                       const uint64_t owner_and_count[2]) {
     struct request_cell *at = &segment->requests.cells[cell];
-    uint64_t word = atomic_load_explicit(&at->claim, memory_order_acquire);
+    uint64_t word = ACQUIRE(at->claim);
     uint64_t claimed = request_claim_word(CELL_IS_CLAIMED, owner_and_count[0] + 1, number);
     if (word != claimed && word != answered_word(claimed)) {
         return false;
     }
-    uint64_t commit = atomic_load_explicit(&at->commit, memory_order_relaxed);
+    uint64_t commit = RELAXED(at->commit);
     if (was_answered(commit, number, owner_and_count[1])) {
         swap(&at->claim, word, request_claim_word(CELL_IS_DONE, 0, number));
         return false;
     }
-    atomic_store_explicit(&at->commit, 0, memory_order_relaxed);
+    SET_RELAXED(at->commit, 0);
     FAILPOINT("request-reaping");
     return reopen(segment, row, cell, word, number);
 }
@@ -474,8 +466,7 @@ bool request_count(const struct segment *segment, uint32_t index, uint64_t numbe
     uint64_t done = request_claim_word(CELL_IS_DONE, 0, number);
     uint64_t over = request_claim_word(CELL_IS_DONE, REQUEST_NOBODY, number);
     for (uint32_t i = 0; i < row.group_size; i++) {
-        uint64_t claim =
-            atomic_load_explicit(claim_at(segment, row.first_cell + i), memory_order_acquire);
+        uint64_t claim = ACQUIRE(*claim_at(segment, row.first_cell + i));
         bool answering = request_kind_of(claim) == CELL_IS_DONE && claim != done && claim != over;
         counts->open += request_kind_of(claim) == CELL_IS_OPEN;
         counts->claimed += request_kind_of(claim) == CELL_IS_CLAIMED || answering;
@@ -524,13 +515,12 @@ uint32_t request_send(struct segment *segment, uint32_t index, uint64_t number) 
         for (uint32_t i = 0; i < row.group_size; i++) {
             _Atomic uint64_t *claim = claim_at(segment, row.first_cell + i);
             new += swap(claim, request_open_word(number), sent);
-            count += atomic_load_explicit(claim, memory_order_acquire) == sent;
+            count += ACQUIRE(*claim) == sent;
         }
         raise_next(segment, index, number, row.group_size);
     }
     if (new > 0) {
-        atomic_store_explicit(&segment->requests.lane->taken_ns, clock_monotonic_ns(),
-                              memory_order_relaxed);
+        SET_RELAXED(segment->requests.lane->taken_ns, clock_monotonic_ns());
     }
     return count;
 }
@@ -549,12 +539,12 @@ static void add_up(const struct segment *segment, struct request_totals *totals)
     const struct request_parts *parts = &segment->requests;
     const struct request_lane *lane = parts->lane;
     memset(totals, 0, sizeof *totals);
-    totals->offered = atomic_load_explicit(&lane->offered, memory_order_acquire);
-    totals->done = atomic_load_explicit(&lane->done, memory_order_acquire);
-    totals->given_up = atomic_load_explicit(&lane->given_up, memory_order_acquire);
+    totals->offered = ACQUIRE(lane->offered);
+    totals->done = ACQUIRE(lane->done);
+    totals->given_up = ACQUIRE(lane->given_up);
     for (uint32_t index = 0; index < parts->row_count; index++) {
         const struct request_row *row = &parts->rows[index];
-        uint64_t word = atomic_load_explicit(&row->word, memory_order_acquire);
+        uint64_t word = ACQUIRE(row->word);
         struct request_counts counts;
         if (request_state_of(word) == REQUEST_OPEN &&
             request_count(segment, index, request_number_of(word), &counts)) {
@@ -565,7 +555,7 @@ static void add_up(const struct segment *segment, struct request_totals *totals)
             totals->groups++;
             continue;
         }
-        word = atomic_load_explicit(&row->word, memory_order_acquire);
+        word = ACQUIRE(row->word);
         if (request_state_of(word) == REQUEST_ENDED) {
             totals->done += row->ended_done;
             totals->given_up += row->ended_given_up;
@@ -576,10 +566,10 @@ static void add_up(const struct segment *segment, struct request_totals *totals)
 void request_total(const struct segment *segment, struct request_totals *totals) {
     _Atomic uint32_t *feeding = &segment->requests.lane->feeding;
     for (int tries = 0; tries < TOTAL_TRIES; tries++) {
-        uint32_t before = atomic_load_explicit(feeding, memory_order_acquire);
+        uint32_t before = ACQUIRE(*feeding);
         add_up(segment, totals);
         atomic_thread_fence(memory_order_acquire);
-        if (before % 2 == 0 && before == atomic_load_explicit(feeding, memory_order_relaxed)) {
+        if (before % 2 == 0 && before == RELAXED(*feeding)) {
             return;
         }
     }

@@ -16,8 +16,7 @@
  *    `returned` of its row and of the lane. Every reaper sets both flags again.
  *  - Only the collector ends a row. Use of a row's bytes follows a copy, a check, and another look
  *    at the row. */
-#ifndef SHMBUS_RING_REQUESTS_H
-#define SHMBUS_RING_REQUESTS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -103,7 +102,7 @@ struct request_counts {
 
 /* Returns true after the first offer: the only word read of an unused lane. */
 static inline bool requests_are_used(const struct segment *segment) {
-    return atomic_load_explicit(&segment->requests.lane->number, memory_order_relaxed) != 0;
+    return RELAXED(segment->requests.lane->number) != 0;
 }
 
 enum request_take { REQUEST_NONE, REQUEST_TAKEN, REQUEST_TOO_FAR_AHEAD };
@@ -117,7 +116,7 @@ bool request_read(const struct segment *segment, uint32_t row, uint64_t number,
                   struct request_row *copy, uint8_t *data);
 /* Returns true once a worker took a sample of the group. */
 static inline bool request_is_admitted(const struct segment *segment, uint32_t row) {
-    return atomic_load_explicit(&segment->requests.rows[row].admitted, memory_order_acquire) != 0;
+    return ACQUIRE(segment->requests.rows[row].admitted) != 0;
 }
 /* The number of a group's oldest open request; 0 without one. */
 uint64_t request_find(const struct segment *segment, const char *id, uint32_t id_bytes,
@@ -203,5 +202,3 @@ void request_heal(struct segment *segment);
 
 /* Free bytes for prompts; a hint. */
 uint64_t request_free_bytes(const struct segment *segment);
-
-#endif

@@ -23,13 +23,13 @@ void retry_publish(struct segment *segment, uint32_t at, const struct retry_entr
     entry->crc = crc;
     FAILPOINT("want-written");
     /* SYNC: retry-requested. The entry is complete before a claim can succeed. */
-    atomic_store_explicit(&entry->claim, SHMBUS_RETRY_FREE, memory_order_release);
+    SET_RELEASE(entry->claim, SHMBUS_RETRY_FREE);
     FAILPOINT("want-published");
 }
 
 void retry_withdraw(struct segment *segment, uint32_t at) {
     struct retry_entry *entry = &segment->retries[at];
-    atomic_store_explicit(&entry->claim, SHMBUS_RETRY_BUSY, memory_order_relaxed);
+    SET_RELAXED(entry->claim, SHMBUS_RETRY_BUSY);
 #if !defined(__SANITIZE_THREAD__) /* no fences in TSan */
     /* SYNC: retry-requested. Readers of later writes cannot claim any more. */
     atomic_thread_fence(memory_order_release);
@@ -41,12 +41,12 @@ void retry_withdraw(struct segment *segment, uint32_t at) {
 bool retry_read(const struct segment *segment, uint32_t at, struct retry_entry *copy) {
     const struct retry_entry *entry = &segment->retries[at];
     /* SYNC: retry-requested. */
-    uint64_t claim = atomic_load_explicit(&entry->claim, memory_order_acquire);
+    uint64_t claim = ACQUIRE(entry->claim);
     if (claim == SHMBUS_RETRY_BUSY) {
         return false;
     }
     memcpy((uint8_t *)copy + CRC_AT, (const uint8_t *)entry + CRC_AT, sizeof *copy - CRC_AT);
-    atomic_store_explicit(&copy->claim, claim & ~SHMBUS_RETRY_ANSWERED, memory_order_relaxed);
+    SET_RELAXED(copy->claim, claim & ~SHMBUS_RETRY_ANSWERED);
     return copy->number != 0 && copy->crc == entry_crc(copy) && copy->id_bytes != 0 &&
            copy->id_bytes <= SHMBUS_MAX_ID_BYTES &&
            copy->reason_bytes <= SHMBUS_RETRY_REASON_BYTES &&
@@ -56,19 +56,17 @@ bool retry_read(const struct segment *segment, uint32_t at, struct retry_entry *
 
 static bool swap(struct segment *segment, uint32_t at, uint64_t from, uint64_t to) {
     /* SYNC: retry-requested. */
-    return atomic_compare_exchange_strong_explicit(&segment->retries[at].claim, &from, to,
-                                                   memory_order_acq_rel, memory_order_relaxed);
+    return EXCHANGE(segment->retries[at].claim, from, to, memory_order_acq_rel);
 }
 
 /* Returns true between a producer's intent of a commit and its count. */
 static bool is_committing(const struct segment *segment, uint64_t producer_id) {
     for (uint32_t i = 0; i < segment->max_producers; i++) {
         const struct producer_slot *slot = &segment->slots[i];
-        if (atomic_load_explicit(&slot->producer_id, memory_order_acquire) == producer_id) {
-            uint64_t counted = atomic_load_explicit(&slot->committed, memory_order_acquire);
-            return atomic_load_explicit(&slot->state, memory_order_acquire) ==
-                       SHMBUS_SLOT_ACTIVE &&
-                   atomic_load_explicit(&slot->committing, memory_order_acquire) > counted;
+        if (ACQUIRE(slot->producer_id) == producer_id) {
+            uint64_t counted = ACQUIRE(slot->committed);
+            return ACQUIRE(slot->state) == SHMBUS_SLOT_ACTIVE &&
+                   ACQUIRE(slot->committing) > counted;
         }
     }
     return false;
@@ -77,7 +75,7 @@ static bool is_committing(const struct segment *segment, uint64_t producer_id) {
 enum retry_taken retry_take_back(struct segment *segment, uint32_t at) {
     uint64_t claim;
     do {
-        claim = atomic_load_explicit(&segment->retries[at].claim, memory_order_acquire);
+        claim = ACQUIRE(segment->retries[at].claim);
         if (claim != SHMBUS_RETRY_BUSY && (claim & SHMBUS_RETRY_ANSWERED) != 0) {
             bool commits = is_committing(segment, (claim & ~SHMBUS_RETRY_ANSWERED) - 1);
             return commits ? RETRY_COMMITTING : RETRY_ANSWERED;
@@ -105,8 +103,7 @@ bool retry_is_held(const struct segment *segment, uint32_t at, uint64_t number,
     const struct retry_entry *entry = &segment->retries[at];
     /* SYNC: retry-requested. Only this producer frees its claim: the number belongs to the
      * claim. */
-    return atomic_load_explicit(&entry->claim, memory_order_acquire) == producer_id + 1 &&
-           entry->number == number;
+    return ACQUIRE(entry->claim) == producer_id + 1 && entry->number == number;
 }
 
 bool retry_unclaim(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id) {

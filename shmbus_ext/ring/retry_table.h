@@ -9,8 +9,7 @@
  *  - Neither side leaves its peer waiting. The collector puts back a claim of a dead producer.
  *    A collector takes over or withdraws the entries of its dead predecessor.
  *  - Values of an entry are copied, bounded and checked before use. */
-#ifndef SHMBUS_RING_RETRY_TABLE_H
-#define SHMBUS_RING_RETRY_TABLE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -44,5 +43,3 @@ bool retry_is_held(const struct segment *segment, uint32_t at, uint64_t number,
 bool retry_unclaim(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id);
 /* Ends a claim, just before the commit of its answer; false if lost. */
 bool retry_answer(struct segment *segment, uint32_t at, uint64_t number, uint64_t producer_id);
-
-#endif

@@ -130,13 +130,13 @@ struct touch_job {
  * whole bus and walks it again and again. After a refusal, or a delay to free up memory, the rest
  * of the segment stays in small pages. */
 static void collapse(struct touch_job *job, uint64_t at, uint64_t bytes) {
-    if (atomic_load_explicit(&job->small_pages, memory_order_relaxed)) {
+    if (RELAXED(job->small_pages)) {
         return;
     }
     uint64_t start = clock_monotonic_ns();
     if (madvise(job->base + at, bytes, MADV_COLLAPSE) != 0 ||
         clock_monotonic_ns() - start > COLLAPSE_PATIENCE_NS) {
-        atomic_store_explicit(&job->small_pages, true, memory_order_relaxed);
+        SET_RELAXED(job->small_pages, true);
     }
 }
 
@@ -280,11 +280,10 @@ enum shared_status segment_create(struct segment *self, int fd,
     touch_all(self->base, self->bytes);
     set_pointers(self);
     for (uint32_t i = 0; i < self->extent_count; i++) {
-        atomic_store_explicit(&self->extents[i].word, UINT64_C(1) << 32, memory_order_relaxed);
+        SET_RELAXED(self->extents[i].word, UINT64_C(1) << 32);
     }
     for (uint32_t i = self->extent_count - segment_reserved(self); i < self->extent_count; i++) {
-        atomic_store_explicit(&self->extents[i].word,
-                              UINT64_C(1) << 32 | (plan->max_producers + 1), memory_order_relaxed);
+        SET_RELAXED(self->extents[i].word, UINT64_C(1) << 32 | (plan->max_producers + 1));
     }
     declared_schema_write(self->declared, plan->declared, plan->declared_bytes);
     struct bus_header *header = self->header;
@@ -304,8 +303,8 @@ enum shared_status segment_create(struct segment *self, int fd,
     self->lead->max_versions = plan->max_lead_versions;
     /* With a bound in versions alone, the first group determines the bound in groups. */
     uint32_t limit = plan->max_lead_versions > 0 ? 1 : plan->max_lead;
-    atomic_store_explicit(&self->lead->limit, limit, memory_order_relaxed);
-    atomic_store_explicit(&header->next_producer_id, 1, memory_order_relaxed);
+    SET_RELAXED(self->lead->limit, limit);
+    SET_RELAXED(header->next_producer_id, 1);
     rounds_begin(header, header->created_unix_ns);
     splits_begin(self);
     shared_publish(&kind, header);
@@ -487,8 +486,8 @@ bool removal_note(struct segment *self) {
     }
     if (!self->read_only) {
         struct bus_header *header = self->header;
-        atomic_store_explicit(&header->pause_unix_ns, clock_realtime_ns(), memory_order_relaxed);
-        atomic_store_explicit(&header->paused, SHMBUS_REMOVED, memory_order_release);
+        SET_RELAXED(header->pause_unix_ns, clock_realtime_ns());
+        SET_RELEASE(header->paused, SHMBUS_REMOVED);
         bell_ring_all(&header->space_bell);
         bell_ring_all(&self->requests.lane->work);
         doorbell_ring(header);

@@ -2,8 +2,7 @@
  *
  * Invariant: after SHARED_OK from segment_open, bounds never come from shared memory again;
  * arithmetic uses the private copy in struct segment. */
-#ifndef SHMBUS_RING_SEGMENT_H
-#define SHMBUS_RING_SEGMENT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -171,13 +170,13 @@ static inline uint8_t *segment_extent(const struct segment *self, uint32_t exten
  *   producers took more than a million numbers in every second of the old bus.
  * - Every number is a valid round, even from a scribbled counter. */
 static inline void rounds_begin(struct bus_header *header, uint64_t created_unix_ns) {
-    atomic_store_explicit(&header->next_round, created_unix_ns / 1000, memory_order_relaxed);
+    SET_RELAXED(header->next_round, created_unix_ns / 1000);
 }
 
 /* For a restored bus: skips the numbers of its predecessor. */
 static inline void rounds_resume(struct bus_header *header, uint64_t next) {
-    uint64_t own = atomic_load_explicit(&header->next_round, memory_order_relaxed);
-    atomic_store_explicit(&header->next_round, next > own ? next : own, memory_order_relaxed);
+    uint64_t own = RELAXED(header->next_round);
+    SET_RELAXED(header->next_round, next > own ? next : own);
 }
 
 static inline int64_t shmbus_next_round(struct bus_header *header) {
@@ -193,7 +192,7 @@ static inline int64_t shmbus_next_round(struct bus_header *header) {
 bool removal_note(struct segment *self);
 
 static inline bool removal_happened(const struct segment *self) {
-    return atomic_load_explicit(&self->header->paused, memory_order_acquire) == SHMBUS_REMOVED;
+    return ACQUIRE(self->header->paused) == SHMBUS_REMOVED;
 }
 
 /* Kinds of waiters at `space_bell`: for a free extent, and to begin a group, a bit for each part of
@@ -367,5 +366,3 @@ static inline void origin_pack(void *into, const uint8_t identity[SHMBUS_IDENTIT
     origin_pack_number(to + SHMBUS_IDENTITY_BYTES, producer_id);
     origin_pack_number(to + SHMBUS_IDENTITY_BYTES + 8, sequence);
 }
-
-#endif

@@ -22,7 +22,7 @@ static bool has_label(struct split_entry *entry, const uint64_t *words, uint32_t
                       bool adds) {
     for (uint32_t i = 0; i < count; i++) {
         /* SYNC: split-named. */
-        uint64_t now = atomic_load_explicit(&entry->label[i], memory_order_acquire);
+        uint64_t now = ACQUIRE(entry->label[i]);
         if (now == 0 && adds) {
             FAILPOINT("split-naming");
             /* SYNC: split-named. Records use a number only after its label. */
@@ -76,8 +76,7 @@ uint32_t split_label(const struct segment *segment, uint32_t number,
     if (number < SHMBUS_MAX_SPLITS) {
         for (uint32_t i = 0; i < SHMBUS_SPLIT_LABEL_WORDS; i++) {
             /* SYNC: split-named. */
-            words[i] = atomic_load_explicit(&segment->splits[number].label[i],
-                                            memory_order_acquire);
+            words[i] = ACQUIRE(segment->splits[number].label[i]);
         }
         memcpy(&bytes, words, 1);
     }

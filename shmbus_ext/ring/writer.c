@@ -36,18 +36,18 @@ static void begin(struct writer *self, struct segment *segment, uint32_t slot_in
     self->slot = &segment->slots[slot_index];
     self->extent = NO_EXTENT;
     self->spare = NO_EXTENT;
-    self->committed = atomic_load_explicit(&self->slot->committed, memory_order_relaxed);
-    self->aborted = atomic_load_explicit(&self->slot->aborted, memory_order_relaxed);
-    self->last_link = atomic_load_explicit(&self->slot->current, memory_order_relaxed);
+    self->committed = RELAXED(self->slot->committed);
+    self->aborted = RELAXED(self->slot->aborted);
+    self->last_link = RELAXED(self->slot->current);
     self->producer_id = atomic_fetch_add_explicit(&segment->header->next_producer_id, 1,
                                                   memory_order_relaxed);
 }
 
 static void announce(struct writer *self) {
     /* SYNC: slot-taken. This id tells a reader of its predecessor's death. */
-    atomic_store_explicit(&self->slot->producer_id, self->producer_id, memory_order_release);
+    SET_RELEASE(self->slot->producer_id, self->producer_id);
     FAILPOINT("attach-named");
-    atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_ACTIVE, memory_order_release);
+    SET_RELEASE(self->slot->state, SHMBUS_SLOT_ACTIVE);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
 }
 
@@ -55,7 +55,7 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
     for (int pass = 0; pass < ATTACH_PASSES; pass++) {
         for (uint32_t i = 0; i < segment->max_producers; i++) {
             struct producer_slot *slot = &segment->slots[i];
-            uint32_t state = atomic_load_explicit(&slot->state, memory_order_acquire);
+            uint32_t state = ACQUIRE(slot->state);
             if (pass == 0 && state != SHMBUS_SLOT_FREE) {
                 continue;
             }
@@ -72,7 +72,7 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
             begin(self, segment, i);
             unmade_note(segment, i, 0, &(struct unmade){0});
             set_label(slot, label);
-            atomic_store_explicit(&slot->pid, (uint32_t)getpid(), memory_order_relaxed);
+            SET_RELAXED(slot->pid, (uint32_t)getpid());
             announce(self);
             return WRITER_OK;
         }
@@ -83,8 +83,7 @@ enum writer_status writer_attach(struct writer *self, struct segment *segment, c
 /* Returns true if a slot is not active, despite its held lock. */
 static bool any_slot_in_passing(const struct segment *segment) {
     for (uint32_t i = 0; i < segment->max_producers; i++) {
-        if (atomic_load_explicit(&segment->slots[i].state, memory_order_acquire) !=
-            SHMBUS_SLOT_ACTIVE) {
+        if (ACQUIRE(segment->slots[i].state) != SHMBUS_SLOT_ACTIVE) {
             return true;
         }
     }
@@ -108,24 +107,21 @@ void writer_close(struct writer *self) {
     /* Claimed and unanswered samples go to other workers. */
     request_reap(self->segment, self->producer_id, self->committed);
     relay_reap(self->segment, self->producer_id, self->committed);
-    atomic_store_explicit(&self->slot->state, SHMBUS_SLOT_CLOSED, memory_order_release);
+    SET_RELEASE(self->slot->state, SHMBUS_SLOT_CLOSED);
     atomic_fetch_add_explicit(&self->segment->header->attach_epoch, 1, memory_order_release);
     doorbell_ring(self->segment->header);
 }
 
 /* A reader misled by scribbled bytes frees a run in use; another lane may hold the run since. */
 static bool holds_its_run(const struct writer *self) {
-    return self->extent != NO_EXTENT &&
-           atomic_load_explicit(&self->segment->extents[self->extent].word,
-                                memory_order_relaxed) ==
-               link_make(self->generation, self->slot_index + 1);
+    return self->extent != NO_EXTENT && RELAXED(self->segment->extents[self->extent].word) ==
+                                            link_make(self->generation, self->slot_index + 1);
 }
 
 void writer_seal(struct writer *self) {
     if (holds_its_run(self)) {
         /* SYNC: run-sealed. `used` is final. */
-        atomic_store_explicit(&self->segment->extents[self->extent].sealed, 1,
-                              memory_order_release);
+        SET_RELEASE(self->segment->extents[self->extent].sealed, 1);
     }
     self->extent = NO_EXTENT;
 }
@@ -138,16 +134,14 @@ static void link_run(struct writer *self, uint64_t link) {
         uint32_t last = link_low(self->last_link) - 1;
         uint64_t expected = link_make(link_generation(self->last_link), 0);
         /* SYNC: run-linked. */
-        linked = atomic_compare_exchange_strong_explicit(&self->segment->extents[last].next,
-                                                         &expected, link, memory_order_release,
-                                                         memory_order_relaxed);
+        linked = EXCHANGE(self->segment->extents[last].next, expected, link, memory_order_release);
     }
     if (!linked) {
-        atomic_store_explicit(&self->slot->first, link, memory_order_release);
+        SET_RELEASE(self->slot->first, link);
     }
     FAILPOINT("run-linked");
     /* SYNC: run-noted. */
-    atomic_store_explicit(&self->slot->current, link, memory_order_release);
+    SET_RELEASE(self->slot->current, link);
     self->last_link = link;
 }
 
@@ -158,9 +152,8 @@ static void look_back(struct writer *self) {
     if (now_ns - self->looked_back_ns < LOOK_BACK_NS) {
         return;
     }
-    uint64_t seen_ns = atomic_load_explicit(&header->collector_seen_ns, memory_order_relaxed);
-    self->ahead = seen_ns < self->looked_back_ns &&
-                  atomic_load_explicit(&header->collector_pid, memory_order_relaxed) != 0;
+    uint64_t seen_ns = RELAXED(header->collector_seen_ns);
+    self->ahead = seen_ns < self->looked_back_ns && RELAXED(header->collector_pid) != 0;
     self->looked_back_ns = now_ns;
 }
 
@@ -218,11 +211,10 @@ enum writer_status writer_claim(struct writer *self, uint64_t bytes, struct rese
  * took effect: from the first record, since the rest becomes visible with the first. */
 static inline __attribute__((always_inline)) void
 intend(struct writer *self, const struct reservation *at, uint32_t n) {
-    atomic_store_explicit(&self->slot->commit_ref, place_pack(&at->place), memory_order_relaxed);
-    atomic_store_explicit(&self->slot->commit_generation, at->place.generation,
-                          memory_order_relaxed);
+    SET_RELAXED(self->slot->commit_ref, place_pack(&at->place));
+    SET_RELAXED(self->slot->commit_generation, at->place.generation);
     /* SYNC: commit-intended. */
-    atomic_store_explicit(&self->slot->committing, self->committed + n, memory_order_release);
+    SET_RELEASE(self->slot->committing, self->committed + n);
     FAILPOINT("commit-intended");
 }
 
@@ -231,7 +223,7 @@ static bool intend_commit(struct writer *self, const struct reservation *at) {
     intend(self, at, 1);
     if (at->answers.number != 0 &&
         !request_answer(self->segment, &at->answers, self->committed + 1)) {
-        atomic_store_explicit(&self->slot->committing, 0, memory_order_release);
+        SET_RELEASE(self->slot->committing, 0);
         return false;
     }
     record_close(at->record, at->bytes, self->sequence, self->committed);
@@ -243,7 +235,7 @@ static void count_commits(struct writer *self, const struct reservation *at, uin
     self->sequence += n;
     self->committed += n;
     /* SYNC: lane-advanced. A reader that sees the count sees the record. */
-    atomic_store_explicit(&self->slot->committed, self->committed, memory_order_release);
+    SET_RELEASE(self->slot->committed, self->committed);
     if (at->admitted != 0) {
         lead_settle(self->segment, at->admitted, self->slot_index);
     }
@@ -255,8 +247,7 @@ static void count_commits(struct writer *self, const struct reservation *at, uin
 static void make_visible(struct writer *self, const struct reservation *at) {
     self->used = at->place.offset + at->bytes;
     /* SYNC: record-exposed. After the frame. */
-    atomic_store_explicit(&self->segment->extents[at->place.extent].used, self->used,
-                          memory_order_release);
+    SET_RELEASE(self->segment->extents[at->place.extent].used, self->used);
     FAILPOINT("record-exposed");
 }
 
@@ -265,7 +256,7 @@ bool writer_publish(struct writer *self, const struct reservation *at) {
         return false;
     }
     /* SYNC: record-published. */
-    atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
+    SET_RELEASE(at->record->state, SHMBUS_COMMITTED);
     FAILPOINT("record-published");
     make_visible(self, at);
     count_commits(self, at, 1);
@@ -277,7 +268,7 @@ void writer_publish_all(struct writer *self, const struct reservation *at, uint3
     for (uint32_t i = 0; i < n; i++) {
         record_close(at[i].record, at[i].bytes, self->sequence + i, self->committed + i);
         /* SYNC: record-published. */
-        atomic_store_explicit(&at[i].record->state, SHMBUS_COMMITTED, memory_order_release);
+        SET_RELEASE(at[i].record->state, SHMBUS_COMMITTED);
     }
     FAILPOINT("group-filled");
     make_visible(self, &at[n - 1]);
@@ -286,7 +277,7 @@ void writer_publish_all(struct writer *self, const struct reservation *at, uint3
 
 void writer_publish_moved(struct writer *self, const struct reservation *at, uint32_t state) {
     record_reseal(at->record, at->bytes);
-    atomic_store_explicit(&at->record->state, state, memory_order_release);
+    SET_RELEASE(at->record->state, state);
     make_visible(self, at);
 }
 
@@ -298,7 +289,7 @@ void writer_keep_spare(struct writer *self) {
 }
 
 void writer_reserve(struct writer *self, const struct reservation *at) {
-    atomic_store_explicit(&at->record->state, SHMBUS_RESERVED, memory_order_relaxed);
+    SET_RELAXED(at->record->state, SHMBUS_RESERVED);
     make_visible(self, at);
 }
 
@@ -307,16 +298,16 @@ bool writer_commit(struct writer *self, const struct reservation *at) {
         return false;
     }
     /* SYNC: record-published. */
-    atomic_store_explicit(&at->record->state, SHMBUS_COMMITTED, memory_order_release);
+    SET_RELEASE(at->record->state, SHMBUS_COMMITTED);
     count_commits(self, at, 1);
     return true;
 }
 
 void writer_abort(struct writer *self, const struct reservation *at) {
-    atomic_store_explicit(&at->record->state, SHMBUS_ABORTED, memory_order_release);
+    SET_RELEASE(at->record->state, SHMBUS_ABORTED);
     FAILPOINT("abort-marked");
     self->aborted++;
-    atomic_store_explicit(&self->slot->aborted, self->aborted, memory_order_release);
+    SET_RELEASE(self->slot->aborted, self->aborted);
     if (at->admitted != 0) {
         lead_withdraw(self->segment, at->admitted, self->slot_index);
     }

@@ -5,8 +5,7 @@
  *  - Within one process the caller serialises the calls on a writer (in Python, the interpreter
  *    lock), though not the filling of claimed room.
  *  - No call waits for space: a full bus is a return value. */
-#ifndef SHMBUS_RING_WRITER_H
-#define SHMBUS_RING_WRITER_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -91,5 +90,3 @@ void writer_keep_spare(struct writer *self);
 
 /* Seals the current run, to let the reader free it while the owner waits for space. */
 void writer_seal(struct writer *self);
-
-#endif

@@ -15,8 +15,7 @@
  *  - `ages` lists the entries in order of birth. A sweep recognises removed entries by their
  *    serial, and skips them. `ages` grows only while more than three quarters of its entries are
  *    alive. */
-#ifndef SHMBUS_STASH_GROUP_TABLE_H
-#define SHMBUS_STASH_GROUP_TABLE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -103,5 +102,3 @@ void group_table_remove(struct group_table *self, struct group_entry *entry, uin
 struct group_entry *group_table_oldest(struct group_table *self);
 /* The entries by age: *at begins at 0; NULL at the end. Nothing may change between the calls. */
 struct group_entry *group_table_next(const struct group_table *self, uint64_t *at);
-
-#endif

@@ -1,6 +1,5 @@
 /* A bus of small extents for one story, and the steps of its records. */
-#ifndef SHMBUS_TESTS_C_BUS_H
-#define SHMBUS_TESTS_C_BUS_H
+#pragma once
 
 #include "ring/segment.h"
 #include "support.h"
@@ -50,5 +49,3 @@ static inline void end(struct reader *reader, struct record_ref *ref) {
     intent_log_release(reader->segment, &one, 1, SHMBUS_ACKED, SHMBUS_SPLIT_TRAIN);
     reader_let_go(reader, ref);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* What the C tests share: checks that name their line, a seed, an anonymous segment, records. */
-#ifndef SHMBUS_TESTS_C_SUPPORT_H
-#define SHMBUS_TESTS_C_SUPPORT_H
+#pragma once
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -90,5 +89,3 @@ static inline void fill(struct writer *w, const struct sample *s, const struct r
     record_write_body(at->record, &s->spec);
     memset((uint8_t *)at->record + s->shape[0], value, s->shape[1]);
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Common parts of the fuzz targets. A target is a file with LLVMFuzzerTestOneInput(); -DFUZZ_REPLAY
  * adds a main() that runs given files, in place of libFuzzer's. */
-#ifndef SHMBUS_TESTS_FUZZ_H
-#define SHMBUS_TESTS_FUZZ_H
+#pragma once
 
 #include "../c/support.h"
 
@@ -25,6 +24,4 @@ int main(int argc, char **argv) {
     printf("%s: %d cases\n", argv[0], argc - 1);
     return 0;
 }
-#endif
-
 #endif

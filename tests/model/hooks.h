@@ -4,8 +4,7 @@
  * Every C11 atomic, every futex call, and every copy out of the segment becomes a call of
  * model_*: there the scheduler decides who goes on, and who dies. Plain stores need no hook: the
  * explorer finds them by comparing memory. */
-#ifndef SHMBUS_MODEL_HOOKS_H
-#define SHMBUS_MODEL_HOOKS_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stddef.h>
@@ -78,5 +77,3 @@
 #define calloc model_calloc
 #define realloc model_realloc
 #define free(block) ((void)(block))
-
-#endif

@@ -1,6 +1,5 @@
 /* What hooks.h turns the ring's shared accesses into; memory.c has them. */
-#ifndef SHMBUS_MODEL_HOOKS_API_H
-#define SHMBUS_MODEL_HOOKS_API_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -21,5 +20,3 @@ void *model_memcpy(void *to, const void *from, size_t bytes);
 void *model_malloc(size_t bytes);
 void *model_calloc(size_t count, size_t bytes);
 void *model_realloc(void *block, size_t bytes);
-
-#endif

@@ -10,8 +10,7 @@
  *
  * Invariant: `world` and the stacks hold the whole state of a run; a snapshot of them, put back at
  * the same addresses, restores the run. */
-#ifndef SHMBUS_MODEL_H
-#define SHMBUS_MODEL_H
+#pragma once
 
 #include <setjmp.h>
 #include <stdbool.h>
@@ -180,5 +179,3 @@ bool memory_store_is_plain_relaxed(const struct process *p);
 uint64_t memory_hash_view(uint64_t hash, int process);
 void *memory_heap(int process, size_t bytes);
 uint64_t memory_word(uint32_t offset, uint32_t size);
-
-#endif

@@ -16,16 +16,6 @@ from torch import Tensor
 from trainer_adapter._masked import check_tensors
 from trainer_adapter.attention.plan import UNLIMITED, Window
 
-__all__ = [
-    "Call",
-    "as_autocast",
-    "check_borders",
-    "check_operands",
-    "checked_max",
-    "checked_scale",
-    "checked_window",
-]
-
 #: Tokens of the longest sequence, and of the widest window: what an int32 of a border holds.
 MOST_TOKENS: Final = 2**31 - 1
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.dispatch import attention_backend, run_backend
 
-__all__ = ["varlen_operator"]
-
 
 def _eager(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_q: int,

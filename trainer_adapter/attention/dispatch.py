@@ -29,8 +29,6 @@ from trainer_adapter.attention.native import (
 from trainer_adapter.attention.plan import IntArray, make_plan
 from trainer_adapter.attention.sdpa import attend_by_plan, differentiable_lse, log_sum_exp
 
-__all__ = ["Backend", "attention_backend", "is_native_of_any_length", "run_backend"]
-
 Backend = Literal["auto", "native", "sdpa"]
 _BACKENDS: Final = get_args(Backend)
 

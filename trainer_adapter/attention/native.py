@@ -20,13 +20,6 @@ from torch import Tensor
 from trainer_adapter.attention.arguments import Call
 from trainer_adapter.attention.plan import UNLIMITED
 
-__all__ = [
-    "call_native",
-    "is_for_lengths_to_decide",
-    "native_entry",
-    "native_obstacle",
-]
-
 MAX_HEAD_DIM: Final = 256
 """The limit of FlashAttention's kernels, which also need a multiple of 8."""
 NATIVE_MAX_HEAD_DIM_ANYWHERE: Final = 192

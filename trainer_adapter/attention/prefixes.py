@@ -28,8 +28,6 @@ from trainer_adapter.attention.dispatch import Backend
 from trainer_adapter.attention.varlen import varlen_attention
 from trainer_adapter.batches.prefix_tree import PrefixTree, gathered
 
-__all__ = ["prefix_attention"]
-
 logger = logging.getLogger(__name__)
 
 #: Rows of a block of FlexAttention's masks.

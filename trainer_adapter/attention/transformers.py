@@ -21,8 +21,6 @@ from trainer_adapter.attention.prefixes import prefix_attention
 from trainer_adapter.attention.varlen import varlen_attention
 from trainer_adapter.compat import pad_input, unpad_input
 
-__all__ = ["register_with_transformers", "transformers_inputs"]
-
 
 def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend = "auto") -> str:
     """Add `varlen_attention` to the attention functions of Hugging Face's transformers.

@@ -41,8 +41,6 @@ from trainer_adapter.attention.dispatch import (
     run_backend,
 )
 
-__all__ = ["varlen_attention"]
-
 
 @overload
 def varlen_attention(

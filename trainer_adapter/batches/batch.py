@@ -23,8 +23,6 @@ from trainer_adapter.batches.prefix_tree import PrefixTree
 from trainer_adapter.batches.rows import RowSplit
 from trainer_adapter.batches.tensors import TensorHolder, indexable
 
-__all__ = ["Batch", "BatchFacts", "Layout", "padded", "replaced"]
-
 Layout = Literal["packed", "padded", "prefix"]
 
 #: Tensors of a batch with an element a token.

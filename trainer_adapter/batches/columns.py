@@ -24,8 +24,6 @@ from trainer_adapter.batches.extra_fields import ExtraFields
 from trainer_adapter.batches.finite import SampleError
 from trainer_adapter.batches.rows import RowSplit, selected
 
-__all__ = ["check_columns", "column_tensors"]
-
 
 def check_columns(
     group: shmbus.Group, given: Any, tokens: str, wanted: ExtraFields

@@ -35,8 +35,6 @@ from shmbus.batch.gather import (
 from shmbus.data.sample_rows import SHARED_PREFIX
 from trainer_adapter.batches.rows import RowSplit, selected
 
-__all__ = ["ExtraField", "ExtraFields", "ExtraKind", "GivenExtraFields", "MeasuredExtras"]
-
 ExtraKind = Literal["token", "ragged", "sequence", "support", "group", "meta"]
 KINDS: Final = ("token", "ragged", "sequence", "support", "group", "meta")
 _CODES: Final = {

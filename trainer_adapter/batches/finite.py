@@ -17,11 +17,6 @@ from numpy.typing import NDArray
 import shmbus
 from shmbus.batch.gather import MAX_LOGPROB, FieldNames, PackedBatch
 
-__all__ = [
-    "NotFiniteError", "SampleError", "group_of_sample", "is_logprob", "not_finite", "wrong_mask",
-    "wrong_value",
-]  # fmt: skip
-
 
 class SampleError(ValueError):
     """A sample unfit for a batch; drop only its group."""

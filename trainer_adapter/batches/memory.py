@@ -13,8 +13,6 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BatchMemory"]
-
 #: Blocks are rounded up to this many bytes, to be shared by batches of similar size: a huge page of
 #: x86-64, and of aarch64 with pages of 4 KiB.
 BLOCK_BYTES: Final = 2 << 20

@@ -34,7 +34,6 @@ from trainer_adapter.batches.batch import Batch, BatchFacts, Layout, padded, rep
 from trainer_adapter.batches.columns import column_tensors
 from trainer_adapter.batches.extra_fields import (
     COUNTS,
-    ExtraField,
     ExtraFields,
     GivenExtraFields,
     MeasuredExtras,
@@ -108,9 +107,6 @@ def _error(plan: PackPlan, token: int, field: str, expected: str, got: str) -> S
         "the engine sampled from, or leave the field out of extra_fields",
         sample,
     )
-
-
-__all__ = ["BatchPlan", "ExtraField", "FieldNames", "HostPacker", "pack"]
 
 
 #: Tensors of a batch that share the memory of its arrays.

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from trainer_adapter.batches.tensors import TensorParts, indexable
 
-__all__ = ["PrefixTree", "Segments", "share_prefixes"]
-
 IntArray = NDArray[np.int64]
 
 #: Least rows saved by a segment: a tile of the attention kernels. Answers with the same first few

@@ -19,8 +19,6 @@ from trainer_adapter.batches.batch import Batch, replaced
 from trainer_adapter.batches.finite import SampleError
 from trainer_adapter.batches.prefix_tree import same_tokens, share_prefixes
 
-__all__ = ["PrefixError", "prefix_batch"]
-
 
 class PrefixError(SampleError):
     """A sample without the shared beginning of its group."""

@@ -17,8 +17,6 @@ import shmbus
 from shmbus.data.sample_rows import row_fields, row_lengths
 from trainer_adapter.batches.tensors import indexable
 
-__all__ = ["RowSplit", "selected"]
-
 
 class RowSplit:
     """Split of N samples into S sequences.

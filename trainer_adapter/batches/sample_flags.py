@@ -19,16 +19,6 @@ import shmbus
 from shmbus.batch.gather import MASKED, ZEROED, mentioning
 from trainer_adapter.scored_group import TRUNCATED_REASONS, meta_value
 
-__all__ = [
-    "IsOld",
-    "Stale",
-    "Truncated",
-    "Withholding",
-    "count_truncated",
-    "is_truncated",
-    "sample_flags",
-]
-
 Truncated = Literal["keep", "mask", "exclude", "drop"]
 Stale = Literal["drop", "mask", "exclude"]
 #: Tests a sample's age.

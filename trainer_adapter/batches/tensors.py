@@ -14,8 +14,6 @@ from torch import Tensor
 
 from trainer_adapter._arguments import check_device
 
-__all__ = ["TensorHolder", "TensorParts", "indexable"]
-
 PartsT = TypeVar("PartsT", bound="TensorParts")
 
 #: Dtypes that torch stores and moves, but cannot index or fill on every device.

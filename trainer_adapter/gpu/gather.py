@@ -29,8 +29,6 @@ from trainer_adapter.batches.finite import SampleError, is_logprob, not_finite, 
 from trainer_adapter.batches.pack import BatchPlan
 from trainer_adapter.gpu.memory import Staging, StagingBlock
 
-__all__ = ["Pending", "begin_gather"]
-
 #: The parts of a block are rounded up to this many tokens: they begin on multiples of as many
 #: bytes, more than vector loads need.
 PART_TOKENS: Final = 64

@@ -26,8 +26,6 @@ from torch import Tensor
 from shmbus.batch.gather import MASKED, MAX_LOGPROB, ZEROED
 from shmbus.batch.kernel_table import CHUNK_WORDS, COPY_WORDS, KINDS
 
-__all__ = ["CHUNK_TOKENS", "launch", "launch_copy"]
-
 CHUNK_TOKENS: Final = 2048
 """Tokens of a program."""
 

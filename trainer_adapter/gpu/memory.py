@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from shmbus.tensors.device.registration import Registration
 from trainer_adapter.batches.memory import BatchMemory
 
-__all__ = ["PinnedMemory", "RegisteredRing", "Staging", "StagingBlock"]
-
 #: Blocks of `Staging` are rounded up to this many bytes: the table of half a million tokens.
 STAGING_BYTES: Final = 1 << 16
 

@@ -41,8 +41,6 @@ from trainer_adapter.batches.pack import BatchPlan, HostPacker
 from trainer_adapter.gpu.gather import Pending, begin_gather
 from trainer_adapter.gpu.memory import PinnedMemory, RegisteredRing, Staging
 
-__all__ = ["GpuPacker", "OneThread", "Pending", "Transport", "begin_gather"]
-
 logger = logging.getLogger(__name__)
 
 Transport = Literal["gather", "pinned", "copy"]

@@ -114,8 +114,6 @@ def _text(name: str, role: str, wanted: str) -> str:
     )
 
 
-__all__ = ["Admission", "SampleAge"]
-
 logger = logging.getLogger(__name__)
 
 

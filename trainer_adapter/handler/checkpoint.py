@@ -21,8 +21,6 @@ import msgspec
 
 from shmbus.handles.open_requests import OpenRequest, request_key
 
-__all__ = ["HandlerState", "Key", "part_trained"]
-
 #: Instance id, round and split.
 Key = tuple[str, "int | None", str]
 

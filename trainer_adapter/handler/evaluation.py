@@ -14,8 +14,6 @@ from shmbus.base.arguments import check_int, check_split, check_timeout
 from shmbus.batch.gather import FieldNames
 from trainer_adapter.handler.group_calls import WORK_SLICE_S, GroupScoring
 
-__all__ = ["MOST_AT_ONCE", "Evaluation"]
-
 #: Upper limit of groups per take.
 MOST_AT_ONCE = 64
 

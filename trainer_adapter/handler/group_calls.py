@@ -37,8 +37,6 @@ from trainer_adapter.batches.extra_fields import ExtraFields
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["AnnotateGroup", "GroupAnnotation", "GroupScoring", "ScoreGroup"]
-
 #: Calls of a coroutine function per group before the drop: several helpers may answer.
 CALL_ATTEMPTS: Final = 3
 #: Longest wait of finished groups for the unfinished groups of their take, in seconds.

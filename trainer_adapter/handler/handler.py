@@ -77,8 +77,6 @@ if TYPE_CHECKING:
     # Not a runtime dependency; typing exports Unpack from Python 3.11 on.
     from typing_extensions import Unpack
 
-__all__ = ["OnlineDataHandler"]
-
 logger = logging.getLogger(__name__)
 
 #: Timeout in seconds from which the error names the cause.

@@ -34,14 +34,6 @@ from trainer_adapter.batches.sample_flags import count_truncated
 from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.mismatch import LogprobMismatch
 
-__all__ = [
-    "KINDS",
-    "BatchFigures",
-    "BatchMeter",
-    "HandlerMetrics",
-    "Moments",
-]
-
 Metrics: TypeAlias = "dict[str, float]"
 
 logger = logging.getLogger(__name__)

@@ -34,8 +34,6 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
 import shmbus
 
-__all__ = ["BatchPlanner", "MadeBatch", "PlannedGroup"]
-
 BatchT = TypeVar("BatchT")
 
 #: Groups for the mean of tokens per group, and the assumed number of groups per batch before the

@@ -30,8 +30,6 @@ from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.take import Look, Take
 
-__all__ = ["Prefetcher"]
-
 TAKE_SLICE_S: Final = 0.1
 """Seconds that the thread waits for groups at a time. `stop`, and a trainer that begins to wait for
 a batch that is not full, may have to wait so long for the thread."""

@@ -18,8 +18,6 @@ from shmbus.stash.drops import REMEDIES
 from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = ["DropNotes", "Progress", "describe_wait"]
-
 #: Seconds between two lines on a terminal. Each reads the ledger, a system call a producer.
 TERMINAL_PERIOD_S: Final = 1.0
 #: Seconds between two lines in a log file, without overwriting.

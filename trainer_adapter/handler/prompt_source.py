@@ -20,8 +20,6 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["PromptSource"]
-
 #: The form of a saved position.
 _VERSION: Final = 1
 #: Request arguments: an item may set `_OPTIONS`; columns named like `_NO_FIELDS` go into the meta.

@@ -30,8 +30,6 @@ from trainer_adapter.handler.prompt_source import PromptSource, check_state, ran
 if TYPE_CHECKING:
     from trainer_adapter.batches.batch import Batch
 
-__all__ = ["PromptOffers", "PromptsEndedError"]
-
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at the open prompts, while waiting for a batch: a group's end without a

@@ -15,15 +15,6 @@ from trainer_adapter.batches.batch import Batch
 from trainer_adapter.handler.group_calls import WORK_SLICE_S, GroupAnnotation, GroupScoring
 from trainer_adapter.handler.planner import BatchPlanner
 
-__all__ = [
-    "QUIET_NOTE_S",
-    "Look",
-    "Take",
-    "WorkedOn",
-    "take_from",
-    "take_until_due",
-]
-
 #: Groups taken from the bus in one call.
 TAKE_GROUPS: Final = 64
 #: Seconds between two notes in the log while no complete group is delivered.

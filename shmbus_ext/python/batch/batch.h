@@ -1,6 +1,5 @@
 /* Packing: from the trajectories of groups to the arrays of a batch. */
-#ifndef SHMBUS_PYTHON_BATCH_BATCH_H
-#define SHMBUS_PYTHON_BATCH_BATCH_H
+#pragma once
 
 #include "python/binding.h"
 
@@ -230,5 +229,3 @@ int py_copy_job_run(struct copy_job *job, Py_ssize_t sequences, uint64_t total, 
 /* Registered by module.c. */
 extern PyMethodDef py_arrays_functions[];
 extern PyMethodDef py_scores_functions[];
-
-#endif

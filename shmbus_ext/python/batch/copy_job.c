@@ -136,7 +136,7 @@ static void copy_piece(void *job, uint32_t number) {
         clean = copy_block(to, piece->sequence, from, n) && clean;
     }
     if (!clean) {
-        atomic_store_explicit(&to->wrong, true, memory_order_relaxed);
+        SET_RELAXED(to->wrong, true);
     }
     py_extras_copy(to->extras, piece->sequence, piece->from, piece->tokens);
 }

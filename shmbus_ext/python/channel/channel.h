@@ -1,6 +1,5 @@
 /* A channel for Python: the handle, the memory of a message, sending and receiving. */
-#ifndef SHMBUS_PYTHON_CHANNEL_CHANNEL_H
-#define SHMBUS_PYTHON_CHANNEL_CHANNEL_H
+#pragma once
 
 #include "python/binding.h"
 #include "channel/channel.h"
@@ -47,5 +46,3 @@ bool py_channel_has_side(ChannelObject *self, enum channel_side_name side);
 
 /* Registered by module.c. */
 extern PyMethodDef py_channel_messages_functions[];
-
-#endif

@@ -1,6 +1,5 @@
 /* Groups for Python: assembly, delivery to a consumer, and their end by a client. */
-#ifndef SHMBUS_PYTHON_GROUP_GROUP_H
-#define SHMBUS_PYTHON_GROUP_GROUP_H
+#pragma once
 
 #include "python/binding.h"
 #include "python/list.h"
@@ -176,5 +175,3 @@ PyObject *py_figure_bounds(void);
 /* Registered by module.c. */
 extern PyMethodDef py_client_lease_functions[];
 extern PyMethodDef py_delivery_functions[];
-
-#endif

@@ -176,10 +176,9 @@ static void mark_members(const GroupEntryObject *entry) {
         struct segment *segment = &t->holder->segment->c;
         if (state == 0) {
             state = shmbus_leased_state((uint32_t)samples_of(entry), t->producer_id, t->sequence);
-            atomic_store_explicit(&segment->header->leased_in_part, 1, memory_order_relaxed);
+            SET_RELAXED(segment->header->leased_in_part, 1);
         }
-        atomic_store_explicit(&record_of(segment, &t->ref.place)->state, state,
-                              memory_order_relaxed);
+        SET_RELAXED(record_of(segment, &t->ref.place)->state, state);
         FAILPOINT("lease-marking");
     }
 }

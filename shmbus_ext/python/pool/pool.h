@@ -1,6 +1,5 @@
 /* A slot pool for Python: the handle, leases of versions, writes of versions. */
-#ifndef SHMBUS_PYTHON_POOL_POOL_H
-#define SHMBUS_PYTHON_POOL_POOL_H
+#pragma once
 
 #include "python/binding.h"
 #include "pool/patch.h"
@@ -52,5 +51,3 @@ extern PyTypeObject PoolWriteType;
 PyObject *py_pool_lease(PyObject *module, PyObject *args);
 extern PyMethodDef py_pool_patch_functions[];
 extern PyMethodDef py_pool_rows_functions[];
-
-#endif

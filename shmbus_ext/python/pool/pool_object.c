@@ -253,8 +253,8 @@ static PyObject *describe_rank(const struct pool *pool, uint32_t rank) {
 static PyObject *describe_reader(const struct pool *pool, uint32_t index) {
     const struct reader_row *row = &pool->reader_rows[index];
     /* SYNC: pool-applied. */
-    unsigned long long applied = atomic_load_explicit(&row->applied, memory_order_acquire);
-    unsigned long long refused = atomic_load_explicit(&row->refused, memory_order_acquire);
+    unsigned long long applied = ACQUIRE(row->applied);
+    unsigned long long refused = ACQUIRE(row->refused);
     return Py_BuildValue(
         "{s:I,s:i,s:I,s:N,s:N,s:I,s:K,s:L,s:K,s:L,s:i,s:N}", "reader", index, "life",
         (int)rows_reader_life(pool, index), "pid", RELAXED(row->pid), "label",

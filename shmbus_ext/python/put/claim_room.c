@@ -35,7 +35,7 @@ bool py_writer_usable(WriterObject *self) {
 }
 
 static bool is_paused(const WriterObject *self) {
-    return atomic_load_explicit(&self->segment->c.header->paused, memory_order_acquire) != 0;
+    return ACQUIRE(self->segment->c.header->paused) != 0;
 }
 
 /* True if the last claim failed because its group may not begin yet. */

@@ -189,12 +189,10 @@ SEGMENT_FUNCTION(py_relay_words, py_take_segment) {
     if (figures == NULL) {
         return NULL;
     }
-    return Py_BuildValue("(IKKKLKKN)", segment->c.relay_entry_count,
-                         U64(atomic_load_explicit(&journal->writer, memory_order_acquire)),
+    return Py_BuildValue("(IKKKLKKN)", segment->c.relay_entry_count, U64(ACQUIRE(journal->writer)),
                          U64(RELAXED(journal->incarnation)),
                          U64(RELAXED(journal->source_incarnation)),
-                         (long long)RELAXED(journal->term),
-                         U64(atomic_load_explicit(&journal->ended, memory_order_acquire)),
+                         (long long)RELAXED(journal->term), U64(ACQUIRE(journal->ended)),
                          U64(RELAXED(journal->seen_ns)), figures);
 }
 
@@ -215,10 +213,10 @@ static PyObject *py_relay_note(PyObject *Py_UNUSED(module), PyObject *args) {
         if (figure == (unsigned long long)-1 && PyErr_Occurred()) {
             return NULL;
         }
-        atomic_store_explicit(&segment->c.relay->figures[i], figure, memory_order_relaxed);
+        SET_RELAXED(segment->c.relay->figures[i], figure);
     }
-    atomic_store_explicit(&segment->c.relay->term, term, memory_order_relaxed);
-    atomic_store_explicit(&segment->c.relay->seen_ns, seen_ns, memory_order_relaxed);
+    SET_RELAXED(segment->c.relay->term, term);
+    SET_RELAXED(segment->c.relay->seen_ns, seen_ns);
     Py_RETURN_NONE;
 }
 

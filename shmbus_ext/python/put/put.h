@@ -1,6 +1,5 @@
 /* A producer for Python: arguments, room, contents and commit of a record. */
-#ifndef SHMBUS_PYTHON_PUT_PUT_H
-#define SHMBUS_PYTHON_PUT_PUT_H
+#pragma once
 
 #include "python/binding.h"
 #include "batch/element.h"
@@ -272,5 +271,3 @@ PyObject *py_note_waited(PyObject *module, PyObject *args);
 PyObject *py_convert_field(PyObject *module, PyObject *args);
 extern PyMethodDef py_import_functions[];
 extern PyMethodDef py_relay_functions[];
-
-#endif

@@ -28,8 +28,8 @@ typedef struct {
 
 static bool is_fresh(const struct segment *segment) {
     for (uint32_t i = 0; i <= segment->max_producers; i++) {
-        if (atomic_load_explicit(&segment->slots[i].producer_id, memory_order_acquire) != 0 ||
-            atomic_load_explicit(&segment->slots[i].committed, memory_order_acquire) != 0) {
+        if (ACQUIRE(segment->slots[i].producer_id) != 0 ||
+            ACQUIRE(segment->slots[i].committed) != 0) {
             return false;
         }
     }
@@ -309,10 +309,10 @@ static bool restore_slot(struct segment *segment, PyObject *row) {
     struct producer_slot *to = &segment->slots[slot];
     size_t length = strlen(label);
     memcpy(to->label, label, length < SHMBUS_LABEL_BYTES ? length : SHMBUS_LABEL_BYTES - 1);
-    atomic_store_explicit(&to->pid, pid, memory_order_relaxed);
-    atomic_store_explicit(&to->aborted, aborted, memory_order_relaxed);
-    atomic_store_explicit(&to->committed, committed, memory_order_release);
-    atomic_store_explicit(&to->producer_id, producer_id, memory_order_release);
+    SET_RELAXED(to->pid, pid);
+    SET_RELAXED(to->aborted, aborted);
+    SET_RELEASE(to->committed, committed);
+    SET_RELEASE(to->producer_id, producer_id);
     return true;
 }
 
@@ -334,7 +334,7 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
         if (count == (unsigned long long)-1 && PyErr_Occurred()) {
             return NULL;
         }
-        atomic_store_explicit(&segment->header->released[i], count, memory_order_relaxed);
+        SET_RELAXED(segment->header->released[i], count);
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(slots); i++) {
         if (!restore_slot(segment, PyList_GET_ITEM(slots, i))) {
@@ -342,11 +342,10 @@ static PyObject *py_restorer_finish(RestorerObject *self, PyObject *args) {
         }
     }
     seal_runs(self);
-    atomic_store_explicit(&segment->header->policy_version, policy_version, memory_order_relaxed);
+    SET_RELAXED(segment->header->policy_version, policy_version);
     rounds_resume(segment->header, next_round);
     uint64_t own = RELAXED(segment->header->next_producer_id);
-    atomic_store_explicit(&segment->header->next_producer_id,
-                          next_producer_id > own ? next_producer_id : own, memory_order_release);
+    SET_RELEASE(segment->header->next_producer_id, next_producer_id > own ? next_producer_id : own);
     self->attached = false;
     file_lock_drop(segment->fd, SHMBUS_LOCK_COLLECTOR);
     Py_RETURN_NONE;
@@ -386,8 +385,8 @@ static PyObject *py_restorer_split(RestorerObject *self, PyObject *args) {
     }
     NEVER(number >= SHMBUS_MAX_SPLITS, NULL);
     struct split_entry *entry = &self->segment->c.splits[number];
-    atomic_store_explicit(&entry->acked, acked, memory_order_relaxed);
-    atomic_store_explicit(&entry->dropped, dropped, memory_order_relaxed);
+    SET_RELAXED(entry->acked, acked);
+    SET_RELAXED(entry->dropped, dropped);
     Py_RETURN_NONE;
 }
 

@@ -1,7 +1,6 @@
 /* A consumer for Python: reading the ring, taking groups, ending leases, borrowing from a
  * daemon. */
-#ifndef SHMBUS_PYTHON_READ_READ_H
-#define SHMBUS_PYTHON_READ_READ_H
+#pragma once
 
 #include "python/binding.h"
 #include "python/group/group.h"
@@ -64,5 +63,3 @@ extern PyTypeObject IntakeType;
 
 /* Registered by module.c. */
 extern PyMethodDef py_end_lease_functions[];
-
-#endif

@@ -73,7 +73,7 @@ static void note_collector(SegmentObject *segment, const char *label) {
     }
     memset(header->collector_label, 0, SHMBUS_LABEL_BYTES);
     memcpy(header->collector_label, label, length);
-    atomic_store_explicit(&header->collector_pid, (uint32_t)segment->pid, memory_order_relaxed);
+    SET_RELAXED(header->collector_pid, (uint32_t)segment->pid);
 }
 
 static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) {
@@ -109,8 +109,7 @@ static int py_reader_init(ReaderObject *self, PyObject *args, PyObject *kwargs) 
 }
 
 void py_reader_note_seen(ReaderObject *self, uint64_t now_ns) {
-    atomic_store_explicit(&self->segment->c.header->collector_seen_ns, now_ns,
-                          memory_order_relaxed);
+    SET_RELAXED(self->segment->c.header->collector_seen_ns, now_ns);
 }
 
 /* The next trajectory; NULL without an exception at the end, NULL with an exception on error. */
@@ -361,7 +360,7 @@ static uint64_t add_live(const struct reader *reader, uint32_t extent, PyObject 
     const struct segment *segment = reader->segment;
     const struct run_state *run = &reader->runs[extent];
     uint64_t limit = run->span * segment->extent_bytes;
-    uint64_t used = atomic_load_explicit(&segment->extents[extent].used, memory_order_acquire);
+    uint64_t used = ACQUIRE(segment->extents[extent].used);
     struct record_place place = {extent, run->generation, 0};
     struct record_header head;
     uint64_t visited = 0;
@@ -481,10 +480,9 @@ static void note_splits(ReaderObject *self, const GroupTableObject *table) {
         struct split_entry *entry = &self->segment->c.splits[split];
         const struct open_count *open = &table->open[split];
         const struct entry_list *ready = &table->lists.ready[split];
-        atomic_store_explicit(&entry->stashed, open->cells + ready->samples,
-                              memory_order_relaxed);
-        atomic_store_explicit(&entry->ready_groups, (uint32_t)ready->groups, memory_order_relaxed);
-        atomic_store_explicit(&entry->open_groups, (uint32_t)open->groups, memory_order_relaxed);
+        SET_RELAXED(entry->stashed, open->cells + ready->samples);
+        SET_RELAXED(entry->ready_groups, (uint32_t)ready->groups);
+        SET_RELAXED(entry->open_groups, (uint32_t)open->groups);
     }
 }
 
@@ -508,20 +506,14 @@ void py_reader_note_table(ReaderObject *self, const GroupTableObject *table) {
     uint64_t leased_samples = table->lists.leased.samples;
     uint64_t unheld_groups = Py_MIN(table->unheld_groups, leased_groups);
     uint64_t unheld_cells = Py_MIN(table->unheld_cells, leased_samples);
-    atomic_store_explicit(&h->collector_leased_groups, (uint32_t)(leased_groups - unheld_groups),
-                          memory_order_relaxed);
-    atomic_store_explicit(&h->collector_leased_records, leased_samples - unheld_cells,
-                          memory_order_relaxed);
-    atomic_store_explicit(&h->collector_stashed_groups,
-                          table->c.count + table->lists.ready_groups +
-                          (uint64_t)PyDict_GET_SIZE(table->failing) + unheld_groups,
-                          memory_order_relaxed);
-    atomic_store_explicit(&h->collector_stashed_records,
-                          table->cells + table->lists.ready_samples + table->failing_cells +
-                          unheld_cells,
-                          memory_order_relaxed);
-    atomic_store_explicit(&h->collector_lease_ns, py_group_lists_leased_since(&table->lists),
-                          memory_order_relaxed);
+    SET_RELAXED(h->collector_leased_groups, (uint32_t)(leased_groups - unheld_groups));
+    SET_RELAXED(h->collector_leased_records, leased_samples - unheld_cells);
+    SET_RELAXED(h->collector_stashed_groups, table->c.count + table->lists.ready_groups +
+                                                 (uint64_t)PyDict_GET_SIZE(table->failing) +
+                                                 unheld_groups);
+    SET_RELAXED(h->collector_stashed_records,
+                table->cells + table->lists.ready_samples + table->failing_cells + unheld_cells);
+    SET_RELAXED(h->collector_lease_ns, py_group_lists_leased_since(&table->lists));
     note_splits(self, table);
     tell_cancelled(self, table);
 }
@@ -541,7 +533,7 @@ static PyObject *py_reader_lend(ReaderObject *self, PyObject *Py_UNUSED(ignored)
     if (!py_reader_usable(self)) {
         return NULL;
     }
-    atomic_store_explicit(&self->segment->c.header->lent, 1, memory_order_relaxed);
+    SET_RELAXED(self->segment->c.header->lent, 1);
     Py_RETURN_NONE;
 }
 
@@ -563,9 +555,9 @@ static void py_reader_detach(ReaderObject *self) {
     struct bus_header *header = self->segment->c.header;
     if (self->segment->generation == fork_generation) {
         writer_seal(&self->c.mover);
-        atomic_store_explicit(&header->collector_leased_groups, 0, memory_order_relaxed);
-        atomic_store_explicit(&header->collector_leased_records, 0, memory_order_relaxed);
-        atomic_store_explicit(&header->collector_pid, 0, memory_order_relaxed);
+        SET_RELAXED(header->collector_leased_groups, 0);
+        SET_RELAXED(header->collector_leased_records, 0);
+        SET_RELAXED(header->collector_pid, 0);
     }
     /* Views get private copies before the lock passes the space to the next reader. */
     py_segment_release_handle(self->segment);

@@ -1,6 +1,5 @@
 /* Records for Python: schemas, trajectories and their views. */
-#ifndef SHMBUS_PYTHON_RECORD_RECORD_H
-#define SHMBUS_PYTHON_RECORD_RECORD_H
+#pragma once
 
 #include "python/binding.h"
 #include "batch/convert.h"
@@ -296,5 +295,3 @@ bool py_trajectory_require_score(const TrajectoryObject *self);
 PyObject *py_declared_bytes(PyObject *module, PyObject *source);
 extern PyMethodDef py_export_functions[];
 extern PyMethodDef py_origin_head_functions[];
-
-#endif

@@ -111,7 +111,7 @@ void py_holder_note_packing(HolderObject *self) {
     }
     self->packs = true;
     if (!self->segment->c.read_only) {
-        atomic_store_explicit(&self->segment->c.header->consumer_packs, 1, memory_order_relaxed);
+        SET_RELAXED(self->segment->c.header->consumer_packs, 1);
     }
 }
 

@@ -66,7 +66,7 @@ void py_copies_lock_instead(const struct segment *segment, const struct list_lin
         }
     }
     if (!segment->read_only) {
-        atomic_store_explicit(&segment->header->lent, 1, memory_order_relaxed);
+        SET_RELAXED(segment->header->lent, 1);
         file_lock_drop(segment->fd, SHMBUS_LOCK_COLLECTOR);
     }
     file_lock_drop_range(segment->fd, SHMBUS_LOCK_LEASE,

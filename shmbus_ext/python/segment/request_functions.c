@@ -256,8 +256,7 @@ GROUP_FUNCTION(py_request_revoke) {
 
 /* request_number(segment) -> int: number of the last request; 0 for an unused lane. */
 SEGMENT_FUNCTION(py_request_number, py_take_segment) {
-    return PyLong_FromUnsignedLongLong(
-        atomic_load_explicit(&segment->c.requests.lane->number, memory_order_acquire));
+    return PyLong_FromUnsignedLongLong(ACQUIRE(segment->c.requests.lane->number));
 }
 
 /* request_changes(segment, seen, numbers) -> (seen, changed): counts of the chunks' changes, and

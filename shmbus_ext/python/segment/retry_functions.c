@@ -125,8 +125,8 @@ static PyObject *py_retry_note(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&IK", py_take_segment, &segment, &open, &failed)) {
         return NULL;
     }
-    atomic_store_explicit(&segment->c.header->retries_open, open, memory_order_relaxed);
-    atomic_store_explicit(&segment->c.header->groups_failed, failed, memory_order_relaxed);
+    SET_RELAXED(segment->c.header->retries_open, open);
+    SET_RELAXED(segment->c.header->groups_failed, failed);
     Py_RETURN_NONE;
 }
 

@@ -1,6 +1,5 @@
 /* The segment for Python: one mapping of a bus, its tables, and data outliving a handle. */
-#ifndef SHMBUS_PYTHON_SEGMENT_SEGMENT_H
-#define SHMBUS_PYTHON_SEGMENT_SEGMENT_H
+#pragma once
 
 #include "python/binding.h"
 #include "python/list.h"
@@ -99,5 +98,3 @@ extern PyMethodDef py_request_functions[];
 extern PyMethodDef py_inspect_functions[];
 extern PyMethodDef py_retry_functions[];
 extern PyMethodDef py_splits_functions[];
-
-#endif

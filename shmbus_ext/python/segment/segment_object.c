@@ -303,17 +303,14 @@ static PyObject *py_segment_producers(SegmentObject *self, PyObject *Py_UNUSED(i
     PyObject *result = PyList_New(0);
     for (uint32_t i = 0; i < self->c.max_producers && result != NULL; i++) {
         struct producer_slot *slot = &self->c.slots[i];
-        unsigned long long producer_id =
-            atomic_load_explicit(&slot->producer_id, memory_order_acquire);
+        unsigned long long producer_id = ACQUIRE(slot->producer_id);
         if (producer_id == 0) {
             continue;
         }
         py_list_add(&result,
-                    Py_BuildValue("(IIKINKK)", i,
-                                  atomic_load_explicit(&slot->state, memory_order_acquire),
-                                  producer_id, RELAXED(slot->pid), FIELD_TEXT(slot->label),
-                                  U64(atomic_load_explicit(&slot->committed, memory_order_acquire)),
-                                  U64(atomic_load_explicit(&slot->aborted, memory_order_acquire))));
+                    Py_BuildValue("(IIKINKK)", i, ACQUIRE(slot->state), producer_id,
+                                  RELAXED(slot->pid), FIELD_TEXT(slot->label),
+                                  U64(ACQUIRE(slot->committed)), U64(ACQUIRE(slot->aborted))));
     }
     return result;
 }
@@ -348,9 +345,7 @@ static PyObject *py_segment_tells_stall(SegmentObject *self, PyObject *args) {
     uint64_t told = RELAXED(*told_ns);
     /* A reporter comes back after its period, plus or minus the time of a call. */
     bool recent = told <= now && (double)(now - told) < period_s * 0.9e9;
-    return PyBool_FromLong(!recent && atomic_compare_exchange_strong_explicit(
-                                          told_ns, &told, now, memory_order_relaxed,
-                                          memory_order_relaxed));
+    return PyBool_FromLong(!recent && EXCHANGE(*told_ns, told, now, memory_order_relaxed));
 }
 
 /* True if a process currently holds the collector's lock. */
@@ -390,11 +385,10 @@ static PyObject *py_segment_pause(SegmentObject *self, PyObject *args) {
     }
     memset(h->pause_reason, 0, sizeof h->pause_reason);
     memcpy(h->pause_reason, reason, (size_t)length);
-    atomic_store_explicit(&h->pause_policy_version, version, memory_order_relaxed);
-    atomic_store_explicit(&h->pause_unix_ns, clock_realtime_ns(), memory_order_relaxed);
+    SET_RELAXED(h->pause_policy_version, version);
+    SET_RELAXED(h->pause_unix_ns, clock_realtime_ns());
     uint32_t runs = SHMBUS_RUNS;
-    atomic_compare_exchange_strong_explicit(&h->paused, &runs, SHMBUS_PAUSED, memory_order_release,
-                                            memory_order_relaxed);
+    EXCHANGE(h->paused, runs, SHMBUS_PAUSED, memory_order_release);
     Py_RETURN_NONE;
 }
 
@@ -404,8 +398,7 @@ static PyObject *py_segment_resume(SegmentObject *self, PyObject *Py_UNUSED(igno
     }
     if (!self->c.read_only) {
         uint32_t paused = SHMBUS_PAUSED;
-        atomic_compare_exchange_strong_explicit(&self->c.header->paused, &paused, SHMBUS_RUNS,
-                                                memory_order_release, memory_order_relaxed);
+        EXCHANGE(self->c.header->paused, paused, SHMBUS_RUNS, memory_order_release);
         bell_ring_all(&self->c.header->space_bell);
         bell_ring(&self->c.requests.lane->work, BELL_ALL);
     }
@@ -462,7 +455,7 @@ static PyObject *py_segment_require_name(SegmentObject *self, PyObject *Py_UNUSE
 /* (reason, policy_version, unix_ns) of the pause, or None. */
 static PyObject *py_segment_paused(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     struct bus_header *h = self->c.header;
-    if (atomic_load_explicit(&h->paused, memory_order_acquire) != SHMBUS_PAUSED) {
+    if (ACQUIRE(h->paused) != SHMBUS_PAUSED) {
         Py_RETURN_NONE;
     }
     return Py_BuildValue("(NLK)", FIELD_TEXT(h->pause_reason),
@@ -513,7 +506,7 @@ static int py_segment_set_policy_version(SegmentObject *self, PyObject *value,
         PyErr_Format(PyExc_ValueError, "policy_version: expected 0 or more, got %lld", version);
         return -1;
     }
-    atomic_store_explicit(&self->c.header->policy_version, version, memory_order_relaxed);
+    SET_RELAXED(self->c.header->policy_version, version);
     return 0;
 }
 
@@ -522,8 +515,7 @@ static PyObject *py_segment_get_capacity(SegmentObject *self, void *Py_UNUSED(ig
 }
 
 static PyObject *py_segment_get_attach_epoch(SegmentObject *self, void *Py_UNUSED(ignored)) {
-    return PyLong_FromUnsignedLong(
-        atomic_load_explicit(&self->c.header->attach_epoch, memory_order_acquire));
+    return PyLong_FromUnsignedLong(ACQUIRE(self->c.header->attach_epoch));
 }
 
 static PyObject *py_segment_get_removed(SegmentObject *self, void *Py_UNUSED(ignored)) {

@@ -3,8 +3,7 @@
  * hooked: messages sides
  * scripts: -include tests/model/hooks.h
  */
-#ifndef SHMBUS_MODEL_CHANNEL_SUBJECT_H
-#define SHMBUS_MODEL_CHANNEL_SUBJECT_H
+#pragma once
 
 #include "channel/channel.h"
 
@@ -18,5 +17,3 @@ struct ghost {
     uint8_t checked[MAX_STEPS];  /* steps found whole by a receiver */
     uint8_t acked[MAX_STEPS];    /* steps with a returned acknowledgement */
 };
-
-#endif

@@ -1,7 +1,6 @@
 /* The pool's limits, made small: forced into every file of this explorer's build (-include), so that
  * a state is a few kilobytes. Everything that the limits bound stays as it is. */
-#ifndef SHMBUS_MODEL_POOL_SMALL_H
-#define SHMBUS_MODEL_POOL_SMALL_H
+#pragma once
 
 #include "pool/layout.h"
 
@@ -13,5 +12,3 @@
 #define POOL_MAX_RANKS 2u
 #undef POOL_MAX_READERS
 #define POOL_MAX_READERS 2u
-
-#endif

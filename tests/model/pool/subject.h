@@ -4,8 +4,7 @@
  * plain: pool
  * scripts: -include tests/model/hooks.h
  */
-#ifndef SHMBUS_MODEL_POOL_SUBJECT_H
-#define SHMBUS_MODEL_POOL_SUBJECT_H
+#pragma once
 
 #include "pool/pool.h"
 
@@ -18,5 +17,3 @@ struct ghost {
     uint8_t gone[MAX_VERSIONS]; /* sequences reported to a rank as given up */
     uint8_t whole[MAX_VERSIONS]; /* sequences without further writes */
 };
-
-#endif

@@ -1,6 +1,5 @@
 /* The promises, and the scripts of the scenarios. */
-#ifndef SHMBUS_MODEL_ACTORS_H
-#define SHMBUS_MODEL_ACTORS_H
+#pragma once
 
 #include "model.h"
 
@@ -68,5 +67,3 @@ void map_segment(struct segment *segment); /* in the running process's view */
 bool are_finished(uint8_t processes);      /* by bit: ended, or dead */
 /* Acknowledges records by so many at once, until these producers finished. */
 void collect(unsigned group, uint8_t producers, enum habit habit);
-
-#endif

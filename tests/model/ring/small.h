@@ -2,8 +2,7 @@
  *
  * Extents of 512 bytes hold two records of 256: a handful of puts goes through leasing, sealing,
  * linking and freeing. The bounds built on these limits stay unchanged. */
-#ifndef SHMBUS_MODEL_SMALL_H
-#define SHMBUS_MODEL_SMALL_H
+#pragma once
 
 #define SHMBUS_DECLARED_BYTES 56u
 #define SHMBUS_RELAY_MIN_ENTRIES 1u
@@ -36,5 +35,3 @@
 #define SHMBUS_REQUEST_CELLS_A_ROW 2u
 #undef SHMBUS_REQUEST_CELLS_A_BLOCK
 #define SHMBUS_REQUEST_CELLS_A_BLOCK 2u
-
-#endif

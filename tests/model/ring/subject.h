@@ -15,8 +15,7 @@
  * prompts.c  steps of a feeder and workers with the request lane
  * retries.c  steps of the collector and the producers of retry requests
  * scenarios.c  the scenarios, and the segment */
-#ifndef SHMBUS_MODEL_RING_SUBJECT_H
-#define SHMBUS_MODEL_RING_SUBJECT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -71,5 +70,3 @@ struct ghost {
 };
 
 extern struct segment template_segment;
-
-#endif

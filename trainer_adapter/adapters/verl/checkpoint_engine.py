@@ -30,8 +30,6 @@ from shmbus.weights import ExportedSource, WeightPublisher, Weights, WeightSubsc
 from shmbus.weights.weight_source import EvenShares
 from trainer_adapter.adapters.optional_imports import Stack
 
-__all__ = ["ShmbusCheckpointEngine"]
-
 _VERL: Final = Stack("verl", {"verl": "0.9.1"}, "verl[verl-core]==0.9.1")
 CheckpointEngineRegistry, CheckpointEngineWithCache = _VERL.needed(
     "verl.checkpoint_engine.base", "CheckpointEngineRegistry", "CheckpointEngineWithCache"
