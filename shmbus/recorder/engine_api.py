@@ -277,8 +277,7 @@ class Reading:
         self._choices: dict[int, _Choice] = {}
         self._prompt: array[int] | None = None
         self._usage: dict[str, Any] | None = None
-        #: The weights' version reported by the engine itself, as in SGLang.
-        self.version: int | None = None
+        self._version: int | None = None
         self._turns: list[Turn] = []
         #: Body for the engine.
         self.body = dict(body)
@@ -326,6 +325,11 @@ class Reading:
         """Known tokens of the prompt."""
         return len(self._prompt or ())
 
+    @property
+    def version(self) -> int | None:
+        """The weights' version reported by the engine itself, as in SGLang."""
+        return self._version
+
     def read(self, answer: dict[str, Any]) -> dict[str, Any] | None:
         """Take a whole answer, or a chunk of a stream; return the client's part."""
         try:
@@ -345,7 +349,7 @@ class Reading:
             self._usage = usage
         metadata = answer.get("metadata")
         if isinstance(metadata, dict) and str(metadata.get("weight_version", "")).isdigit():
-            self.version = int(metadata["weight_version"])
+            self._version = int(metadata["weight_version"])
         choices = answer.get("choices")
         if not isinstance(choices, list):
             raise BadAnswer("the engine's answer has no choices; expected OpenAI's form")

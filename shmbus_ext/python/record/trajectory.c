@@ -315,15 +315,14 @@ static PyObject *py_trajectory_repr(TrajectoryObject *self) {
     return text;
 }
 
-/* ---- The score of a trajectory. */
-static PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
-    return PyBool_FromLong(py_trajectory_has_score(self));
-}
-
 /* ---- The score of a trajectory: given by its producer or, if left open, set by its reader.
  *
  * Invariant: a set score belongs to one object in one process. The record keeps the producer's
  * value, so after a death the next reader scores the sample anew. */
+
+static PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
+    return PyBool_FromLong(py_trajectory_has_score(self));
+}
 
 static bool require_score(const TrajectoryObject *self) {
     if (py_trajectory_has_score(self)) {
