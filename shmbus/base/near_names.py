@@ -93,15 +93,10 @@ OPTIONS: Final[dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def near_options(name: str, known: Collection[str]) -> tuple[str, ...]:
-    """Return the known options a user probably means, the nearest first."""
-    found = near(name.lower(), known, OPTIONS, most=2, alike=0.6)
-    return tuple(option for option in found if option in known)
-
-
 def unknown_option(what: str, name: str, known: Collection[str], others: str = "") -> TypeError:
     """Report a constructor's unknown option, with the nearest options or the full list."""
-    found = near_options(name, known)
+    near_ones = near(name.lower(), known, OPTIONS, most=2, alike=0.6)
+    found = [option for option in near_ones if option in known]
     hint = f"did you mean {' or '.join(map(repr, found))}?"
     return TypeError(
         f"{what} got an unexpected keyword argument {name!r}; "

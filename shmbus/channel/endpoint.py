@@ -160,10 +160,6 @@ class Endpoint(ClosedForReason):
         sent, _, base, _ = self._counts()
         return base + sent - 1
 
-    def is_other_alive(self) -> bool:
-        """Return True if a living process holds the other side's lock."""
-        return self._handle.look(self.OTHER)[0] == _core.CHANNEL_ALIVE
-
     def presence(self, side: str) -> tuple[bool, int]:
         """Return the side's state: a living holder, and the number of holders so far."""
         life, _, claims, _, _ = self._handle.look(SIDES.index(side))

@@ -57,7 +57,8 @@ class Connection:
         self._lock = state.lock
         self._pid = os.getpid()
         self._closed = False
-        self._wire: Wire | None = None
+        #: The socket; None without a daemon.
+        self.wire: Wire | None = None
         #: True if the dialogue may have stopped in the middle.
         self.doubtful = False
         self._unreachable_since_s = time.monotonic()
@@ -85,11 +86,6 @@ class Connection:
             raise
 
     @property
-    def wire(self) -> Wire | None:
-        """The socket; None without a daemon."""
-        return self._wire
-
-    @property
     def ranked(self) -> bool:
         """True if this client is a rank of several."""
         return self._hello.world_size > 1
@@ -115,7 +111,7 @@ class Connection:
             self._state.open_take = None
             self._silent_since_s = None
             self._refused = None
-            self._wire = wire
+            self.wire = wire
         except BaseException:
             wire.end()
             raise
@@ -157,7 +153,7 @@ class Connection:
     def _redial(self) -> float:
         """Try to reach the daemon again, in the watcher; return for how long to rest then."""
         with self._lock:
-            if self._closed or self._wire is not None:
+            if self._closed or self.wire is not None:
                 return 0.0
             try:
                 self._dial()
@@ -181,7 +177,7 @@ class Connection:
                     raise errors.BusClosedError(
                         f"bus {self._hello.bus!r}: this Consumer is closed; make a new one"
                     )
-                wire = self._wire
+                wire = self.wire
                 if wire is not None and not wire.ended and not self.doubtful:
                     return wire
                 if wire is not None:
@@ -214,17 +210,17 @@ class Connection:
         # and while a reference remains, the next request repeats this.
         wire.end()
         with self._lock:
-            if self._wire is wire:
+            if self.wire is wire:
                 self._unreachable_since_s = time.monotonic()
                 self._problem = str(because)
                 self._dialled = self.doubtful = False
-                self._wire = None
+                self.wire = None
                 self._wake_all()
 
     def abandon(self) -> None:
         """Give the connection up, after an exception that came in the middle of a dialogue."""
         # The caller sets `doubtful` first: another exception may come before the first line.
-        wire = self._wire
+        wire = self.wire
         if wire is not None:
             wire.end()
         else:
@@ -283,7 +279,7 @@ class Connection:
 
     def send(self, *requests: messages.Request) -> None:
         """Send messages without replies; without a daemon nothing: the claim replaces them."""
-        wire = self._wire
+        wire = self.wire
         if wire is None:
             if time.monotonic() > self._unreachable_since_s + limits.CLIENT_WAIT_S:
                 raise self.unavailable(time.monotonic() - self._unreachable_since_s)
@@ -298,7 +294,7 @@ class Connection:
 
     def receive_pending(self) -> None:
         """File the replies already here, without waiting. The caller holds the lock."""
-        wire = self._wire
+        wire = self.wire
         if wire is None:
             return
         with self._turn.attempt() as mine:
@@ -386,7 +382,7 @@ class Connection:
                 return
 
     def _require_current(self, wire: Wire) -> None:
-        if self._closed or wire is not self._wire:
+        if self._closed or wire is not self.wire:
             raise DaemonUnreachable("the connection was given up")
 
     def _file(self, reply: messages.Reply) -> None:
@@ -436,28 +432,28 @@ class Connection:
     def _leave(self) -> None:
         with self._lock:
             self._closed = True
-            wire = self._wire
+            wire = self.wire
             if wire is not None:
                 # the next daemon finds no lock of ours
                 with contextlib.suppress(DaemonUnreachable):
                     wire.send(*self._leases.unsent_ends(), messages.Bye())
                 wire.end()
             self._leases.borrower.close()
-            self._wire = None
+            self.wire = None
             self._wake_all()
 
     def __del__(self) -> None:
         # The watcher wakes in here, and still gets a reference: it must not dial again, because an
         # object resurrected by it is not finalised twice.
         self._closed = True
-        wire = getattr(self, "_wire", None)
+        wire = getattr(self, "wire", None)
         if wire is not None and os.getpid() == self._pid:
             wire.end()
 
     def _forget(self) -> None:
-        if self._wire is not None:
-            self._wire.forget()
-            self._wire = None
+        if self.wire is not None:
+            self.wire.forget()
+            self.wire = None
 
 
 def end_trained_messages(names: bytes) -> list[messages.EndTrained]:
@@ -489,7 +485,7 @@ def _watch(reference: weakref.ref[Connection]) -> None:
         connection = reference()
         if connection is None or connection._closed:
             return
-        wire = connection._wire
+        wire = connection.wire
         if wire is None:
             rest_s = connection._redial()
             del connection

@@ -92,7 +92,7 @@ def _compare(
             said.done = found.differs is not None or found.copy >= len(loader.comparable)
         if cursor == (0, 0):
             everything = [place.name for place in weights.manifest.tensors]
-            copied = [] if plan is None else list(plan.names())
+            copied = [] if plan is None else [each.name for each in plan.copies]
             refused = everything if plan is None else plan.refused
             said.copied = _mask(weights.manifest, copied)
             said.refused = _mask(weights.manifest, refused)

@@ -295,10 +295,6 @@ class SegmentFile(ClosedByWith):
         """Tell if a living process owns the slot."""
         return _core.lock_held(self.fd, _core.LOCK_SLOT + slot)
 
-    def collector_alive(self) -> bool:
-        """Tell if a living process is the collector."""
-        return _core.lock_held(self.fd, _core.LOCK_COLLECTOR)
-
     def close(self) -> None:
         """Close the file."""
         if self.fd >= 0:

@@ -231,7 +231,7 @@ def _held_bytes(runs: Iterable[Run]) -> dict[int, int]:
 
 def _collector(file: SegmentFile, runs: list[Run]) -> CollectorStatus:
     header = file.header
-    alive = file.collector_alive()
+    alive = _core.lock_held(file.fd, _core.LOCK_COLLECTOR)
     seen_ns = int(header["collector_seen_ns"])
 
     # A dead collector's note proves nothing about now.

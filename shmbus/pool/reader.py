@@ -39,17 +39,17 @@ class PoolReader(_core.ClosedByBlock):
         device = fit_text("device", device, _core.POOL_DEVICE_BYTES)
         self.bus, self.kind = bus, kind
         self._path = pool_path(bus, kind)
-        self._pool = open_pool(bus, kind)
+        self.pool = open_pool(bus, kind)
         self._identity = identity_of(self._path)
         self._said_refused = False
         try:
             ran = self._ran_before(label) if keeps_row else None
-            claimed = self._pool.claim_reader(label, device, keeps_row)
+            claimed = self.pool.claim_reader(label, device, keeps_row)
         except BaseException:
-            self._pool.close()
+            self.pool.close()
             raise
         if not claimed:
-            self._pool.close()
+            self.pool.close()
             raise BusBusyError(
                 f"pool {kind!r} of bus {bus!r}: all {_core.POOL_MAX_READERS} rows of readers are "
                 "taken by living processes; share one reader among the threads of a process"
@@ -58,30 +58,25 @@ class PoolReader(_core.ClosedByBlock):
         if ran is not None:
             self._said_refused = True
             said = f"the server restarted and has loaded no version; before, it ran {ran}"
-            self._pool.refused(1, ran, RESTARTED_CODE, said)
+            self.pool.refused(1, ran, RESTARTED_CODE, said)
 
     def _ran_before(self, label: str) -> int | None:
         """Return the version of a dead reader with the label; None without a reader."""
-        for row in status_of_pool(self.bus, self.kind, self._pool).readers:
+        for row in status_of_pool(self.bus, self.kind, self.pool).readers:
             if row.label == label and row.state == "dead":
                 return row.refused_version if row.applied_version is None else row.applied_version
         return None
 
     @property
-    def pool(self) -> _core.SlotPool:
-        """Return the handle of the extension."""
-        return self._pool
-
-    @property
     def identity(self) -> tuple[int, int | None]:
         """Return the pool's creation time and inode: sequences compare only within one identity."""
         inode = None if self._identity is None else self._identity.st_ino
-        return self._pool.created_unix_ns, inode
+        return self.pool.created_unix_ns, inode
 
     @property
     def newest(self) -> int:
         """Return the sequence of the newest version; 0 before the first."""
-        return self._pool.newest()
+        return self.pool.newest()
 
     def latest(self, *, after: int = 0, timeout: float | None = None) -> VersionLease:
         """Lease the newest version."""
@@ -89,7 +84,7 @@ class PoolReader(_core.ClosedByBlock):
         after = check_int64("after", after)
 
         def ready() -> VersionLease | None:
-            got = _core.pool_lease(self._pool, after)
+            got = _core.pool_lease(self.pool, after)
             if isinstance(got, _core.PoolLease):
                 return VersionLease(self, got)
             if got == _core.SHARED_DAMAGED:
@@ -101,8 +96,8 @@ class PoolReader(_core.ClosedByBlock):
 
         return wait_for(
             ready,
-            announce=lambda: self._pool.announce(_core.POOL_BELL_VERSION),
-            sleep=lambda ticket, left: self._pool.wait(_core.POOL_BELL_VERSION, ticket, left),
+            announce=lambda: self.pool.announce(_core.POOL_BELL_VERSION),
+            sleep=lambda ticket, left: self.pool.wait(_core.POOL_BELL_VERSION, ticket, left),
             gone=self._removed,
             late=lambda: WaitTimeoutError(self._nothing_came(after, timeout or 0.0)),
             deadline=None if timeout is None else time.monotonic() + timeout,
@@ -111,10 +106,10 @@ class PoolReader(_core.ClosedByBlock):
 
     def at(self, version: int) -> VersionLease:
         """Lease a version by number; an old version lasts while a reader leases it."""
-        got = _core.pool_lease(self._pool, 0, check_int64("version", version))
+        got = _core.pool_lease(self.pool, 0, check_int64("version", version))
         if isinstance(got, _core.PoolLease):
             return VersionLease(self, got)
-        status = status_of_pool(self.bus, self.kind, self._pool)
+        status = status_of_pool(self.bus, self.kind, self.pool)
         there = [str(slot.version) for slot in status.slots if slot.state == "ready"]
         raise WaitTimeoutError(
             f"pool {self.kind!r} of bus {self.bus!r}: no slot has version {version}; there are: "
@@ -135,7 +130,7 @@ class PoolReader(_core.ClosedByBlock):
         )
 
     def _nothing_came(self, after: int, timeout: float) -> str:
-        status = status_of_pool(self.bus, self.kind, self._pool)
+        status = status_of_pool(self.bus, self.kind, self.pool)
         publisher = [rank for rank in status.ranks if rank.rank == 0]
         state = "there is no publisher: start it"
         if publisher and publisher[0].state == "alive":
@@ -151,26 +146,26 @@ class PoolReader(_core.ClosedByBlock):
 
     def applied(self, lease: VersionLease) -> None:
         """Report a version as the only one running in this process."""
-        self._pool.applied(lease.sequence, lease.version)
+        self.pool.applied(lease.sequence, lease.version)
         if self._said_refused:  # after the refusal of a newer version, the way back
             self._said_refused = False
-            self._pool.refused(0, 0, 0, "")
+            self.pool.refused(0, 0, 0, "")
 
     def loading(self, lease: VersionLease, code: int) -> None:
         """Report the start of a load: the process runs no whole version until `applied`."""
         self.refused(lease, code, "it is being loaded")
         # The previous version is gone, even if it was this version or a newer one.
-        self._pool.applied(0, 0)
+        self.pool.applied(0, 0)
 
     def refused(self, lease: VersionLease, code: int, reason: str) -> None:
         """Report a version as refused; the running one stays."""
         self._said_refused = True
         text = fit_text("reason", reason, _core.POOL_ERROR_BYTES)
-        self._pool.refused(lease.sequence, lease.version, code, text)
+        self.pool.refused(lease.sequence, lease.version, code, text)
 
     def close(self) -> None:
         """Leave the pool; leases keep their slots, and `keeps_row` the row as after a death."""
-        self._pool.close()
+        self.pool.close()
 
 
 class VersionLease(_core.ClosedByBlock):

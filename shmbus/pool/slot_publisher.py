@@ -144,10 +144,10 @@ class PoolPublisher(_core.ClosedByBlock):
         # Ranks seen alive by this process; a rank dead since before may be restarting.
         self._seen: set[int] = set()
         self._path = pool_path(bus, kind)
-        self._pool, made = attach(bus, kind, rank, spec, timeout)
+        self.pool, made = attach(bus, kind, rank, spec, timeout)
         try:
             self._identity = identity_of(self._path)
-            claimed = self._pool.claim_writer(rank, label)
+            claimed = self.pool.claim_writer(rank, label)
         except BaseException:
             # A pool created by this call is empty.
             self._identity = identity_of(self._path)
@@ -155,7 +155,7 @@ class PoolPublisher(_core.ClosedByBlock):
             raise
         if not claimed:
             pid, holder = self._holder()
-            self._pool.close()
+            self.pool.close()
             again = (
                 ". That is this process: where a notebook's cell makes its publisher again, have "
                 "its first line close() the one before"
@@ -166,13 +166,8 @@ class PoolPublisher(_core.ClosedByBlock):
                 + (again if pid == os.getpid() else "")
             )
 
-    @property
-    def pool(self) -> _core.SlotPool:
-        """Return the handle of the extension."""
-        return self._pool
-
     def _holder(self) -> tuple[int, str]:
-        for rank in status_of_pool(self.bus, self.kind, self._pool).ranks:
+        for rank in status_of_pool(self.bus, self.kind, self.pool).ranks:
             if rank.rank == self.rank:
                 return rank.pid, f"pid {rank.pid} ({rank.label})"
         return 0, "another process"
@@ -212,7 +207,7 @@ class PoolPublisher(_core.ClosedByBlock):
         return None if write is None else VersionWrite(self, write)
 
     def _require_name(self, version: int) -> None:
-        if not self._has_name() and not self._pool.closed:
+        if not self._has_name() and not self.pool.closed:
             raise errors.BusRemovedError(
                 f"pool {self.kind!r} of bus {self.bus!r} was removed: no new reader would find "
                 f"version {version}. Leased versions stay readable; make a new publisher"
@@ -226,19 +221,17 @@ class PoolPublisher(_core.ClosedByBlock):
     ) -> _core.PoolWrite | None:
         def ready() -> _core.PoolWrite | Literal[False] | None:
             while True:
-                got = _core.pool_begin(
-                    self._pool, version, size, meta, text, self.world_size, patch
-                )
+                got = _core.pool_begin(self.pool, version, size, meta, text, self.world_size, patch)
                 if isinstance(got, _core.PoolWrite):
                     return got
                 if self.when_held == "skip":
-                    self._pool.count_skipped()
+                    self.pool.count_skipped()
                     return False
                 if self.when_held != "grow" or not self._grow():
                     return None
 
         def late() -> Exception:
-            status = status_of_pool(self.bus, self.kind, self._pool)
+            status = status_of_pool(self.bus, self.kind, self.pool)
             return WaitTimeoutError(
                 f"pool {self.kind!r} of bus {self.bus!r}: no slot became free for version "
                 f"{version} in {show_wait(self.timeout)}; held: {describe_holders(status)}. "
@@ -259,8 +252,8 @@ class PoolPublisher(_core.ClosedByBlock):
         """Wait by a bell of the pool, for as long as the publisher's timeout."""
         return wait_for(
             ready,
-            announce=lambda: self._pool.announce(bell),
-            sleep=lambda ticket, seconds: self._pool.wait(bell, ticket, seconds),
+            announce=lambda: self.pool.announce(bell),
+            sleep=lambda ticket, seconds: self.pool.wait(bell, ticket, seconds),
             gone=gone,
             late=late,
             deadline=time.monotonic() + self.timeout,
@@ -268,20 +261,20 @@ class PoolPublisher(_core.ClosedByBlock):
 
     def _grow(self) -> bool:
         try:
-            slots = status_of_pool(self.bus, self.kind, self._pool).slots
-            if len(slots) < self._pool.max_slots:
-                companion_of(self.bus, self.kind).require_room(self._pool.slot_stride)
-            return self._pool.grow()
+            slots = status_of_pool(self.bus, self.kind, self.pool).slots
+            if len(slots) < self.pool.max_slots:
+                companion_of(self.bus, self.kind).require_room(self.pool.slot_stride)
+            return self.pool.grow()
         except OSError as error:
             raise errors.CapacityError(
                 f"pool {self.kind!r} of bus {self.bus!r}: no memory for another slot of "
-                f"{self._pool.slot_stride} bytes ({error.strerror}); published versions stay. "
+                f"{self.pool.slot_stride} bytes ({error.strerror}); published versions stay. "
                 "Enlarge /dev/shm, or let readers close their leases"
             ) from error
 
     def _join(self) -> _core.PoolWrite:
         def ready() -> _core.PoolWrite | None:
-            got = _core.pool_join(self._pool)
+            got = _core.pool_join(self.pool)
             return got if isinstance(got, _core.PoolWrite) else None
 
         def late() -> Exception:
@@ -298,7 +291,7 @@ class PoolPublisher(_core.ClosedByBlock):
         return got
 
     def _leader_gone(self, when: str) -> PeerGoneError | None:
-        rows = {row["rank"]: row for row in _core.pool_rows(self._pool)["ranks"]}
+        rows = {row["rank"]: row for row in _core.pool_rows(self.pool)["ranks"]}
         row = rows.get(0)
         if row is not None and row["life"] == _core.ROW_ALIVE:
             self._seen.add(0)
@@ -314,14 +307,14 @@ class PoolPublisher(_core.ClosedByBlock):
 
     def close(self, *, remove: bool = False) -> None:
         """Leave the pool."""
-        if self._pool.closed:
+        if self.pool.closed:
             return
         # Only while this process holds the rank: no successor has taken over the pool. A forked
         # child holds no rank, and a recreated pool of the same name belongs to its new publisher.
         if remove and os.getpid() == self._pid and self._has_name():
             with contextlib.suppress(errors.BusNotFoundError):  # already removed
                 unlink_pool(self.bus, self.kind)
-        self._pool.close()
+        self.pool.close()
 
 
 class Piece(NamedTuple):

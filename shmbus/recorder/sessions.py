@@ -224,18 +224,14 @@ class Sessions:
         self.opened = 0
         self.ended: dict[str, int] = {}
         self.drift = self.turns = self.sampled = self.undone = self.grammar = 0
-        self._nbytes = 0
+        #: Bytes of the open sessions.
+        self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._open.values()))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the open sessions."""
-        return self._nbytes
 
     def require_room(self) -> None:
         """Refuse a session above the limit."""
@@ -296,7 +292,7 @@ class Sessions:
         went_on = all([transcript.add(turn) for turn in turns])
         answer.recorded = transcript.recorded[-len(turns) :]
         session.answers.append(answer)
-        self._nbytes += session.nbytes - before
+        self.nbytes += session.nbytes - before
         self.drift += transcript.drift - drift
         return answer, went_on
 
@@ -321,14 +317,14 @@ class Sessions:
         undone = [session.transcript.undo(each) for each in reversed(answer.recorded)]
         session.chains.drop(answer.links)
         self.undone += sum(undone)
-        self._nbytes += session.nbytes - before
+        self.nbytes += session.nbytes - before
         session.history.pop(answer.response_id, None)
 
     def keep(self, session: Session, nbytes: int) -> None:
         """Count bytes of a session's history."""
         if session.end is None:
             session.history_bytes += nbytes
-            self._nbytes += nbytes
+            self.nbytes += nbytes
 
     def chain(self, answer: Answer, *kept: Any) -> None:
         """Keep an answer for calls that continue it."""
@@ -336,13 +332,13 @@ class Sessions:
         if session is not None:
             before = session.chains.nbytes
             answer.links.append(session.chains.keep(*kept))
-            self._nbytes += session.chains.nbytes - before
+            self.nbytes += session.chains.nbytes - before
 
     def end(self, session: Session, code: str, reason: str) -> bool:
         """End a session; False if already ended."""
         if session.end is not None:
             return False
-        self._nbytes -= session.nbytes
+        self.nbytes -= session.nbytes
         session.end = End(code, reason)
         del self._open[session.key]
         self._over[session.key] = (session.place, session.end)

@@ -76,10 +76,6 @@ class BusJournal:
         self.term = _core.relay_words(segment)[4]
         self.capacity = _core.relay_words(segment)[0]
 
-    def bind(self, writer: _core.Writer) -> None:
-        """Bind the journal to this writer's lane."""
-        _core.relay_bind(writer)
-
     def intend(self, writer: _core.Writer, origins: Sequence[Origin]) -> bytes | None:
         """Write the intent to put these records, in this order; return None without room."""
         given = _core.relay_intend(writer, b"".join(origins), self._pack(origins))
@@ -105,10 +101,6 @@ class BusJournal:
         if known.keys().isdisjoint(origins):
             return array("I", [_NEW]) * len(origins)
         return array("I", [known.get(origin, _NEW) for origin in origins])
-
-    def settle(self, writer: _core.Writer, entries: bytes) -> None:
-        """Write the records of these entries as put."""
-        _core.relay_settle(writer, entries)
 
     def forget(self, origins: Collection[Origin]) -> None:
         """Free the entries of these records."""
@@ -239,7 +231,7 @@ class SinkParty:
         except BaseException:
             self._close()
             raise
-        self.journal.bind(self.producer)
+        _core.relay_bind(self.producer)
         self._mailbox = mailbox
         self._coordinator = coordinator
         block_bytes = min(block_bytes, self._bus.capacity // _BLOCK_SHARE)
@@ -318,7 +310,7 @@ class SinkParty:
                 f"bus {self._bus.name!r} has no room for all that was kept of the one before; "
                 "make it as large, or let its trainer begin"
             )
-        self.journal.settle(self.producer, entries)
+        _core.relay_settle(self.producer, entries)
         self.sink.settled.add(record.origin)
         self.records += 1
 
@@ -610,7 +602,7 @@ class SinkParty:
                 return FULL_PAUSE_S
             self._put += done
             self.records += done
-        self.journal.settle(self.producer, self._entries)
+        _core.relay_settle(self.producer, self._entries)
         if self._waited:
             # The trainer may have ended the first records before the rest found room: count ends
             # only from now.

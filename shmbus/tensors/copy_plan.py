@@ -106,10 +106,8 @@ class HostTransfers:
         torch.cuda.current_stream(self.device).synchronize()
 
 
-@functools.cache
-def transfers_of(device: torch.device) -> HostTransfers:
-    """Return the way between host memory and a CUDA device."""
-    return HostTransfers(device)
+#: The way between host memory and a CUDA device.
+transfers_of = functools.cache(HostTransfers)
 
 
 class _Step(NamedTuple):

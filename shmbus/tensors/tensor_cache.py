@@ -46,19 +46,15 @@ class SeenTensors:
         self._names, self._tensors = _tensors_of(tensors)
         # Tied tensors come once. Memory behind a DTensor or another wrapper may move unseen.
         self._once = tuple({id(tensor): tensor for tensor in self._tensors}.values())
-        self._told = not any(is_sharded(each) or is_elsewhere(each) for each in self._once)
-        if self._told:
+        #: True if `still` can detect every move of these tensors.
+        self.can_tell = not any(is_sharded(each) or is_elsewhere(each) for each in self._once)
+        if self.can_tell:
             self._suspects = [each for each in self._once if each.dtype not in _NEVER_LAZY]
             self._look = _look_at(self._once)
 
-    @property
-    def can_tell(self) -> bool:
-        """Return whether `still` can detect every move of these tensors."""
-        return self._told
-
     def still(self, tensors: Mapping[str, object]) -> bool:
         """Return whether the tensors match by name, with unchanged memory and layout."""
-        if not self._told:
+        if not self.can_tell:
             return False
         # Identical objects need no inspection.
         names: list[str] = list(tensors)

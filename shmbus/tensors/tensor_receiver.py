@@ -68,7 +68,7 @@ class StepReader:
         try:
             return self._buffers.memory(places.buffer)
         except PeerGoneError as error:
-            if self._channel.is_other_alive():
+            if self._channel.presence("sender")[0]:
                 raise WaitTimeoutError(
                     f"{what}: the living sender does not share its memory: {error}. The sender is "
                     "slow or stopped; no step is lost: call again"

@@ -55,15 +55,10 @@ class Completion:
         self._depth = depth
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._changed = threading.Condition(threading.Lock())
-        self._pending = 0
+        self.pending = 0
         self._idle: list[torch.cuda.Event] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-
-    @property
-    def pending(self) -> int:
-        """Return the number of pending actions."""
-        return self._pending
 
     def after(
         self, device: torch.device, action: Callable[[], None], *, soon: bool = False
@@ -74,7 +69,7 @@ class Completion:
         if event is None:
             action()
             return
-        if soon and not self._pending and _is_soon(event):
+        if soon and not self.pending and _is_soon(event):
             self._idle.append(event)
             action()
             return
@@ -82,7 +77,7 @@ class Completion:
             self._thread = threading.Thread(target=self._run, name="shmbus-device", daemon=True)
             self._thread.start()
         with self._changed:
-            self._pending += 1
+            self.pending += 1
         self._queue.put((event, action))
 
     def _record(self, device: torch.device) -> torch.cuda.Event | None:
@@ -104,11 +99,9 @@ class Completion:
             self._settle(0)
 
     def _settle(self, most: int) -> None:
-        if self._pending > most or self._error is not None:
+        if self.pending > most or self._error is not None:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._pending <= (most if self._error is None else 0)
-                )
+                self._changed.wait_for(lambda: self.pending <= (most if self._error is None else 0))
                 error, self._error = self._error, None
             if error is not None:
                 raise error
@@ -140,7 +133,7 @@ class Completion:
             del event, action, task
             with self._changed:
                 self._error = self._error or error
-                self._pending -= 1
+                self.pending -= 1
                 self._changed.notify_all()
             del error
 

@@ -124,8 +124,9 @@ class _Box(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A copy: its target, and the place of its elements in a version."""
+    """A copy of a version's tensor: its target, and the place of its elements in the version."""
 
+    name: str
     target: torch.Tensor
     source: _Box
 
@@ -404,8 +405,9 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copies, witnesses = [], []
         for tensor, memory in kept:
             for box, src in memory.copies:
-                made = Recorded(box.view(tensor.untyped_storage(), tensor.device), src)
-                if self._name(src) not in refused:
+                target = box.view(tensor.untyped_storage(), tensor.device)
+                made = Recorded(self._name(src), target, src)
+                if made.name not in refused:
                     copies.append(made)
                 elif not memory.mixed:
                     witnesses.append(made)
@@ -503,34 +505,27 @@ class LoadPlan:
     def differing(self, pairs: list[Pair]) -> set[str]:
         """Repeat the copies over the loader's result; return tensors with a different outcome."""
         wrong: set[str] = set()
-        names = list(self.names())
         for first, last in _lots([target.nbytes for target, _ in pairs]):
             lot = pairs[first:last]
             before = [target.clone() for target, _ in lot]
             for target, _ in lot:
                 bits(target).bitwise_not_()  # makes every uncopied element wrong
             CopyPlan(lot).copy()
-            for (target, _), was, name in zip(lot, before, names[first:last], strict=True):
+            copies = self.copies[first:last]
+            for (target, _), was, copy in zip(lot, before, copies, strict=True):
                 if not torch.equal(bits(was), bits(target)):
-                    wrong.add(name)
+                    wrong.add(copy.name)
                     target.copy_(was)
         return wrong
 
     def rounded(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
         """Return the published dtype and the engine's, by tensor whose copy loses bits."""
         return {
-            name: (each.source.dtype, each.target.dtype)
-            for name, each in zip(self.names(), self.copies, strict=True)
+            each.name: (each.source.dtype, each.target.dtype)
+            for each in self.copies
             if each.target.is_floating_point()
             and not _is_wider(each.target.dtype, each.source.dtype)
         }
-
-    def names(self) -> Iterator[str]:
-        """Yield the tensor name of every copy."""
-        places = sorted((place.offset, place.size, place.name) for place in self.manifest.tensors)
-        starts = [offset for offset, _, _ in places]
-        for each in self.copies:
-            yield places[bisect.bisect_right(starts, each.source.start) - 1][2]
 
 
 def _lots(sizes: list[int]) -> Iterator[tuple[int, int]]:

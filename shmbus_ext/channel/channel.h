@@ -5,9 +5,6 @@
  * unmapped description, and end with the process. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "base/shared_file.h"
 #include "channel/layout.h"
 

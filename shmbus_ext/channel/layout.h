@@ -59,7 +59,6 @@ struct channel_header {
     alignas(64) struct bell acked_bell;
 };
 #define CHANNEL_HEADER_BYTES 512u
-#define CHANNEL_GEOMETRY_FROM 8u
 #define CHANNEL_GEOMETRY_TO 56u
 _Static_assert(sizeof(struct channel_header) == CHANNEL_HEADER_BYTES, "layout");
 _Static_assert(offsetof(struct channel_header, geometry_crc) == CHANNEL_GEOMETRY_TO, "layout");

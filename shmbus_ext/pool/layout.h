@@ -78,7 +78,6 @@ struct pool_header {
     _Atomic uint64_t skipped;
 };
 #define POOL_HEADER_BYTES 4096u
-#define POOL_GEOMETRY_FROM 8u
 #define POOL_GEOMETRY_TO 80u
 _Static_assert(sizeof(struct pool_header) <= POOL_HEADER_BYTES, "the header has its place");
 _Static_assert(offsetof(struct pool_header, geometry_crc) == POOL_GEOMETRY_TO, "layout");

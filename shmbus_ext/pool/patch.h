@@ -9,9 +9,6 @@
  * its patch. Values from a patch are checked before they bound an access. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "pool/patch_code.h"
 #include "pool/pool.h"
 

@@ -7,8 +7,6 @@
  * the actual number, and later places overwrite the surplus. */
 #include "pool/patch_code.h"
 
-#include <string.h>
-
 #include "pool/patch_elements.h"
 #include "base/copy.h"
 

@@ -4,9 +4,6 @@
  * is mapped read-only until this process becomes a writer. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "base/shared_file.h"
 #include "pool/layout.h"
 

@@ -2,7 +2,6 @@
 #include "reader.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/failpoints.h"
 #include "intent_log.h"

@@ -10,9 +10,6 @@
  *  - A block names its source bus, and every record keeps its numbers from the source bus. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "record.h"
 
 #define BLOCK_MAGIC UINT64_C(0x314B4C4253484D42) /* "BMHSBLK1" */

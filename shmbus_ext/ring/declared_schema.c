@@ -1,8 +1,6 @@
 /* Reading, bounding and writing the schema that a bus declares (see segment.h). */
 #include "segment.h"
 
-#include <string.h>
-
 #include "base/checksum.h"
 
 /* The bytes left to parse. */

@@ -1,8 +1,6 @@
 /* Writing the intents, and replaying them (see intent_log.h). */
 #include "intent_log.h"
 
-#include <stdbool.h>
-
 #include "base/checksum.h"
 #include "base/failpoints.h"
 #include "reader.h"

@@ -10,8 +10,6 @@
  *    an exact value, or to a value stated by the intent. */
 #pragma once
 
-#include <stdint.h>
-
 #include "record.h"
 #include "segment.h"
 

@@ -15,9 +15,6 @@
  *    end, frees settled rows of groups absent from its stash. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "segment.h"
 
 enum lead_verdict {

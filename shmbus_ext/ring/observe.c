@@ -1,9 +1,6 @@
 /* Delivery figures, groups that ended early, samples released unmade (see observe.h). */
 #include "ring/observe.h"
 
-#include <math.h>
-#include <string.h>
-
 /* ---- Counting deliveries. */
 /* One above the number of bounds, filled with infinity: a binary search over sixteen buckets. */
 #define SEARCHED 15u

@@ -1,9 +1,6 @@
 /* Notes for messages: figures of deliveries, waits, groups that ended early. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "ring/segment.h"
 
 /* ---- Counting deliveries into the segment's histograms. Only the collector writes them. */

@@ -25,9 +25,6 @@
  *                   batch, those were committed before the record. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "ring/recovery.h"
 #include "ring/writer.h"
 

@@ -1,8 +1,6 @@
 /* Freeing runs, and moving the records that keep them (see reader.h). */
 #include "reader.h"
 
-#include <string.h>
-
 #include "base/failpoints.h"
 #include "base/file_lock.h"
 #include "intent_log.h"

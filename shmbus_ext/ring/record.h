@@ -4,9 +4,6 @@
  * change at any time, even during a read. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "layout.h"
 
 /* A producer's description of a trajectory. For every field, shape holds an offset (filled by

@@ -2,7 +2,6 @@
 #define _GNU_SOURCE
 #include "recovery.h"
 
-#include <stdbool.h>
 #include <unistd.h>
 
 #include "ring/observe.h"

@@ -5,9 +5,6 @@
  * interrupts a recovery at any step, the next holder of the lock restarts the recovery. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "writer.h"
 
 /* Completes the last owner's work and frees the slot; a no-op for a free slot. */

@@ -1,8 +1,6 @@
 /* Writing and healing the journal, and noting ended records (see relay_journal.h). */
 #include "ring/relay_journal.h"
 
-#include <string.h>
-
 #include "base/failpoints.h"
 #include "ring/writer.h"
 

@@ -11,9 +11,6 @@
  *  - Only the holder of SHMBUS_LOCK_RELAY writes entries, except for healing and for `ended`. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "ring/segment.h"
 
 _Static_assert(SHMBUS_RELAY_MAX_ENTRIES < (1u << (32 - SHMBUS_FLAG_RELAY_SHIFT)) - 1,

@@ -1,8 +1,6 @@
 /* Offering requests (see requests.h). */
 #include "requests.h"
 
-#include <string.h>
-
 #include "base/checksum.h"
 #include "base/clock.h"
 #include "base/failpoints.h"

@@ -1,8 +1,6 @@
 /* The words of the request lane (see requests.h). */
 #include "requests.h"
 
-#include <string.h>
-
 #include "base/checksum.h"
 #include "base/failpoints.h"
 

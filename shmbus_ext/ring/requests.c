@@ -1,8 +1,6 @@
 /* The workers' and the collector's side of requests.h. */
 #include "requests.h"
 
-#include <string.h>
-
 #include "base/checksum.h"
 #include "base/clock.h"
 #include "base/failpoints.h"

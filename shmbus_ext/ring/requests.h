@@ -18,9 +18,6 @@
  *    at the row. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "ring/segment.h"
 
 /* Wakes at most `most` idle workers. */

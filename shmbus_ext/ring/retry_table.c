@@ -1,8 +1,6 @@
 /* The entries of retry_table.h. */
 #include "retry_table.h"
 
-#include <string.h>
-
 #include "base/checksum.h"
 #include "base/failpoints.h"
 

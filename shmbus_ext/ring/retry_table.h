@@ -11,9 +11,6 @@
  *  - Values of an entry are copied, bounded and checked before use. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "segment.h"
 
 /* Callers hold a request in a private entry, whose checksum this file computes. A copy's claim is

@@ -4,9 +4,6 @@
  * arithmetic uses the private copy in struct segment. */
 #pragma once
 
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 

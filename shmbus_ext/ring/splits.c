@@ -1,9 +1,6 @@
 /* The labels of splits, word by word (see segment.h). */
 #include "segment.h"
 
-#include <stdbool.h>
-#include <string.h>
-
 #include "base/failpoints.h"
 
 static uint32_t words_of(uint32_t bytes) {

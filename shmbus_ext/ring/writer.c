@@ -1,7 +1,6 @@
 /* The producer's side of a lane (see writer.h; LAYOUT.md has the ordering argument). */
 #define _GNU_SOURCE
 
-#include <string.h>
 #include <unistd.h>
 
 #include "ring/observe.h"

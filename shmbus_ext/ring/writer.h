@@ -7,9 +7,6 @@
  *  - No call waits for space: a full bus is a return value. */
 #pragma once
 
-#include <stdbool.h>
-#include <stdint.h>
-
 #include "record.h"
 #include "requests.h"
 
@@ -30,7 +27,6 @@ struct writer {
 
     uint32_t spare; /* leased ahead for a full bus, or NO_EXTENT */
     uint32_t spare_generation;
-
 
     uint64_t looked_back_ns; /* time of the last check of `ahead` */
     bool ahead; /* no look of the reader during this writer's last runs */

@@ -37,15 +37,9 @@ from trainer_adapter.batches.rows import RowSplit, selected
 
 ExtraKind = Literal["token", "ragged", "sequence", "support", "group", "meta"]
 KINDS: Final = ("token", "ragged", "sequence", "support", "group", "meta")
-_CODES: Final = {
-    "token": TOKEN,
-    "ragged": RAGGED,
-    "sequence": SEQUENCE,
-    "support": RAGGED,
-    "group": RAGGED,
-}
 #: Kinds with a free number of rows per sample.
 _OF_ROWS: Final = ("ragged", "support", "group")
+_CODES: Final = {"token": TOKEN, "sequence": SEQUENCE, **dict.fromkeys(_OF_ROWS, RAGGED)}
 #: Suffix of the field with the lengths of each token's part of a "support" field.
 COUNTS: Final = "_counts"
 

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import shmbus
 from shmbus.batch.uninterrupted import call_uninterrupted
@@ -59,7 +59,8 @@ class Prefetcher:
         self._admit = admit
         self._make = make
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        #: Guards the planner's waiting groups and ready batches.
+        self.lock = threading.RLock()
         self._changes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._ended: BaseException | None = None
@@ -68,11 +69,6 @@ class Prefetcher:
         self._stopping = False
         self._awaited = False
         self._thread: threading.Thread | None = None
-
-    @property
-    def lock(self) -> Any:
-        """Guards the planner's waiting groups and ready batches; to enter by ``with``."""
-        return self._lock
 
     @property
     def ready(self) -> int:
@@ -142,7 +138,7 @@ class Prefetcher:
         """End the thread, and wait for its end; a call inside `wait` gets BusClosedError."""
         if self.forked:
             return
-        with self._lock:
+        with self.lock:
             self._stopping = True
             self._ended = self._ended or shmbus.BusClosedError("this handler is closed")
             self.wake()
@@ -152,7 +148,7 @@ class Prefetcher:
             thread.join()
 
     def _start(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._thread is None and not self._stopping:
                 self._thread = threading.Thread(
                     target=_work, args=(weakref.ref(self),), name="shmbus-prefetch", daemon=True
@@ -161,7 +157,7 @@ class Prefetcher:
 
     def turn(self) -> _Wait | None:
         """Make every due batch; return the next wait, or None to end the thread."""
-        with self._lock:
+        with self.lock:
             if not self._receive():
                 return None
             _empty(self._requests)
@@ -176,7 +172,7 @@ class Prefetcher:
 
     def resume(self, taken: list[shmbus.Group] | BaseException) -> bool:
         """Admit the groups of a wait, or keep its error; False if the bus was closed."""
-        with self._lock:
+        with self.lock:
             self._taken = taken
             return self._receive()
 

@@ -3,8 +3,6 @@
 
 #include "python/binding.h"
 
-#include <stdatomic.h>
-
 #include "batch/helpers.h"
 #include "python/record/record.h"
 

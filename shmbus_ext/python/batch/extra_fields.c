@@ -1,9 +1,6 @@
 /* Extra fields of a batch. */
 #include "python/batch/batch.h"
 
-#include <string.h>
-
-
 /* ---- Specs of the caller ---- */
 
 static bool read_sizes(struct extra *extra, PyObject *sizes) {

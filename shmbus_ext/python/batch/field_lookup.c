@@ -2,8 +2,6 @@
 #define _GNU_SOURCE /* memmem */
 #include "python/batch/batch.h"
 
-#include <string.h>
-
 bool py_field_error(const TrajectoryObject *t, PyObject *name, const char *expected,
                     PyObject *got) {
     if (got != NULL) {

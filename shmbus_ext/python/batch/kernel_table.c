@@ -6,8 +6,6 @@
  * - No write goes past the end of the caller's memory. */
 #include "python/batch/batch.h"
 
-#include <string.h>
-
 /* The table, in one block of bytes; every part begins on a cache line:
  *
  *   found     int32 [WRONG_VALUES]: written by the kernel; 0 here

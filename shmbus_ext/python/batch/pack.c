@@ -1,8 +1,6 @@
 /* PackPlan: the samples of a batch, measured in one pass, and their copy into memory of the host. */
 #include "python/batch/batch.h"
 
-#include <math.h>
-
 #include "python/group/group.h"
 
 /* ---- Destination of a batch ---- */

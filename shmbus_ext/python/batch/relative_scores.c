@@ -3,9 +3,6 @@
  * Invariant: equal scores, and a single score, give exactly 0 and a deviation of 1. */
 #include "python/batch/batch.h"
 
-#include <math.h>
-#include <string.h>
-
 /* Store n scores minus their mean; return their standard deviation plus eps. */
 static double subtract_mean(const double *scores, uint64_t n, bool by_n, double eps, double *out) {
     double sum = 0, lowest = INFINITY, highest = -INFINITY;

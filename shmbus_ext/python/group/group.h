@@ -119,8 +119,6 @@ PyObject *py_group_new(PyTypeObject *type, PyObject *consumer, PyObject *lease);
 /* The group's lease, borrowed, if held by this consumer; otherwise NULL without an exception. */
 PyObject *py_group_lease(PyObject *group, PyObject *consumer);
 void py_group_set_state(PyObject *group, PyObject *state);
-/* The samples of a group, borrowed; NULL with an exception for a non-group. */
-PyObject *py_group_samples(PyObject *group);
 /* A new list of the groups' trajectories, and the group sizes: int64 [G]. NULL on error. */
 PyObject *py_group_members(PyObject *groups, PyObject **sizes);
 

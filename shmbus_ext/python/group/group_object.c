@@ -209,7 +209,7 @@ PyTypeObject GroupBaseType = {
     .tp_iter = (getiterfunc)py_group_iter,
 };
 
-PyObject *py_group_samples(PyObject *group) {
+static PyObject *samples_of(PyObject *group) {
     if (!PyObject_TypeCheck(group, &GroupBaseType)) {
         return PyErr_Format(PyExc_TypeError, "groups: expected Groups of a Consumer, got %.100s",
                             Py_TYPE(group)->tp_name);
@@ -221,7 +221,7 @@ PyObject *py_group_samples(PyObject *group) {
 static Py_ssize_t count_members(PyObject *groups, int64_t *sizes) {
     Py_ssize_t total = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups); i++) {
-        PyObject *samples = py_group_samples(PyList_GET_ITEM(groups, i));
+        PyObject *samples = samples_of(PyList_GET_ITEM(groups, i));
         if (samples == NULL) {
             return -1;
         }

@@ -3,8 +3,6 @@
  * Invariant: every argument passes its checks before the first write to the segment. */
 #include "python/put/put.h"
 
-#include <math.h>
-
 void py_arguments_begin(struct put_arguments *self, struct put_fields *fields) {
     *self = (struct put_arguments){
         .values = fields->values,

@@ -6,8 +6,6 @@
  * records fill a run of the same length and take no additional extents. */
 #include "python/put/put.h"
 
-#include <string.h>
-
 #include "base/file_lock.h"
 
 /* Saved position of the lane in a run left earlier. */

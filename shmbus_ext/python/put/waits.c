@@ -1,8 +1,6 @@
 /* Waiting time of trainers, and samples never made by workers; see ring/observe.h. */
 #include "python/put/put.h"
 
-#include <string.h>
-
 #include "base/clock.h"
 #include "ring/observe.h"
 

@@ -12,8 +12,6 @@
  * - After a wake-up, deliver first; run maintenance on the next pass. */
 #include "python/read/read.h"
 
-#include <math.h>
-
 #include "base/clock.h"
 #include "public_docs.h"
 #include "python/hooks.h"

@@ -7,8 +7,6 @@
  *  - A head refers to text and numbers only and takes part in no reference cycle. */
 #include "python/record/record.h"
 
-#include <structmember.h>
-
 #include "ring/block.h"
 
 /* A head as bytes, followed by id and reason in UTF-8. Numbers are in native byte order: both ends

@@ -284,13 +284,6 @@ typedef struct {
 } OriginHeadObject;
 extern PyTypeObject OriginHeadType;
 
-/* ---- The score of a trajectory: given by its producer or, if left open, set by its reader.
- *
- * Invariant: a set score belongs to one object in one process. The record keeps the producer's
- * value, so after a death the next reader scores the sample anew. */
-/* False with an exception for a sample still unscored. */
-bool py_trajectory_require_score(const TrajectoryObject *self);
-
 /* Registered by module.c. */
 PyObject *py_declared_bytes(PyObject *module, PyObject *source);
 extern PyMethodDef py_export_functions[];

@@ -315,12 +315,16 @@ static PyObject *py_trajectory_repr(TrajectoryObject *self) {
     return text;
 }
 
-/* ---- The score of a trajectory. */
+/* ---- The score of a trajectory: given by its producer or, if left open, set by its reader.
+ *
+ * Invariant: a set score belongs to one object in one process. The record keeps the producer's
+ * value, so after a death the next reader scores the sample anew. */
+
 static PyObject *py_trajectory_get_scored(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
     return PyBool_FromLong(py_trajectory_has_score(self));
 }
 
-bool py_trajectory_require_score(const TrajectoryObject *self) {
+static bool require_score(const TrajectoryObject *self) {
     if (py_trajectory_has_score(self)) {
         return true;
     }
@@ -333,7 +337,7 @@ bool py_trajectory_require_score(const TrajectoryObject *self) {
 }
 
 static PyObject *py_trajectory_get_score(TrajectoryObject *self, void *Py_UNUSED(ignored)) {
-    return py_trajectory_require_score(self) ? PyFloat_FromDouble(self->score) : NULL;
+    return require_score(self) ? PyFloat_FromDouble(self->score) : NULL;
 }
 
 /* Affects this object only: the record keeps its producer's value for the next reader. */
