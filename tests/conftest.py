@@ -91,11 +91,7 @@ collect_ignore.append("peers/ray")
 def wait_until(
     predicate: Callable[[], Value], timeout: float = DEFAULT_DEADLINE_S, what: str = ""
 ) -> Value:
-    """Call `predicate` until its result is true, and return the result; `timeout` is in seconds.
-
-    Raises `TimeoutError` with the awaited event `what` (by default the predicate) and the last
-    result.
-    """
+    """Call `predicate` until its result is true, and return the result; `timeout` is in seconds."""
     deadline = time.monotonic() + timeout * PATIENCE
     while True:
         value = predicate()
@@ -108,11 +104,7 @@ def wait_until(
 
 
 def open_descriptors() -> Counter[str]:
-    """Targets of this process's descriptors: memory files by name, sockets by number.
-
-    A difference of two calls shows descriptors opened in between; earlier descriptors may have
-    closed meanwhile, with a thread or a collection of garbage.
-    """
+    """Targets of this process's descriptors: memory files by name, sockets by number."""
     found: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         # The directory's own descriptor closed by now.
@@ -145,10 +137,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Accept the state after the imports of tests: their children's environment, no garbage.
-
-    Later collections, at a test's request or at the end of a fork, skip these objects.
-    """
+    """Accept the state after the imports of tests: their children's environment, no garbage."""
     accept_environment()
     if IS_WORKER:
         use_servers(session.config.workerinput["fork_servers"])  # type: ignore[attr-defined]
@@ -331,11 +320,7 @@ class Spawner:
     def script(
         self, text: str, *args: object, env: dict[str, str] | None = None, fresh: bool = False
     ) -> Child:
-        """Start `text` as a program, with `args` in its `sys.argv[1:]`.
-
-        With `fresh`, or an environment read by modules, by a new interpreter; otherwise as a fork
-        with the program's imports preloaded (fork_server.py).
-        """
+        """Start `text` as a program, with `args` in its `sys.argv[1:]`."""
         path = self._directory / f"child-{len(self._children)}.py"
         path.write_text(text)
         return self._start([str(path)], text, args, env, fresh)
@@ -554,10 +539,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def failpoint_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a tree with points in its extension, once for the workers of a run.
-
-    The object file of ``shmbus_ext/ROOM/FILE.c`` stays as ``objects/shmbus_ext/ROOM/FILE.o``.
-    """
+    """Build a tree with points in its extension, once for the workers of a run."""
     base = tmp_path_factory.getbasetemp()
     tree = (base.parent if IS_WORKER else base) / "failpoints"
     with tree.with_suffix(".lock").open("w") as lock:

@@ -1,8 +1,6 @@
 """Starts child programs of the suite as forks of processes with preloaded imports.
 
-A fresh interpreter takes a quarter of a second of processor to import NumPy and shmbus, and five
-quarters with torch, for hundreds of children in a run of the suite. A fork of a process with these
-imports, and nothing more, begins in a hundredth of the time.
+Imports take a quarter of a second, five quarters with torch; a fork begins in a hundredth.
 
 Invariants:
 
@@ -236,11 +234,7 @@ def fork(
     text: str,
     more: dict[str, str],
 ) -> Forked | None:
-    """Start ``[path of a script]`` or ``["-m", module]`` by a server, itself started on demand.
-
-    `text` tells the program's imports; `more` adds to this process's environment. Return None
-    without an accepted server for the environment.
-    """
+    """Start ``[path of a script]`` or ``["-m", module]`` by a server, itself started on demand."""
     if environment() != _environment or not more.keys() <= READ_LATER:
         return None
     needs = modules_for(text, arguments)
@@ -275,10 +269,7 @@ def load(modules: list[str], environment: dict[str, str]) -> None:
 
 
 def serve(listener: socket.socket, modules: list[str]) -> dict[str, Any]:
-    """Fork and reap for every connection; return in each child, with its task.
-
-    The first connection is the starting process, and its end ends the server.
-    """
+    """Fork and reap for every connection; return in each child, with its task."""
     owner, _ = listener.accept()
     open_sockets = [listener, owner]
     loaded = False

@@ -64,10 +64,7 @@ def tells(message: str, value: Any) -> bool:
 
 
 def let_through(call: Callable[..., Any], name: str, wrong: Wrong, said: str = "") -> list[str]:
-    """Call with each wrong value; return the accepted, and those with a wrong error or name.
-
-    A message names the argument, by `said` if a call's own word differs.
-    """
+    """Call with each wrong value; return the accepted, and those with a wrong error or name."""
     found = []
     for value, errors in wrong:
         try:

@@ -89,10 +89,7 @@ class RowError(Exception):
 
 
 def run(argv: Sequence[str | Path], seconds: float, log: Path, **environ: str) -> int:
-    """Run a program, and return its exit status; temporary files go beside its log.
-
-    A program that takes too long is ended with all processes that it started.
-    """
+    """Run a program, and return its exit status; temporary files go beside its log."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     inherited.update(TMPDIR=str(log.parent), HYPOTHESIS_STORAGE_DIRECTORY=str(log.parent))
     with log.open("ab") as output:

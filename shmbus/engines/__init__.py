@@ -8,7 +8,7 @@ from shmbus.engines.lora_fleet import LoraFleet
 from shmbus.engines.managed import ManagedServer
 from shmbus.engines.results import EngineError, ServerReport, UpdateReport, UpdateRolledBackError
 from shmbus.engines.sglang import SglangServer
-from shmbus.engines.vllm import VllmServer
+from shmbus.engines.vllm import VllmDraft, VllmServer
 
 __all__ = [
     "EngineError",
@@ -20,5 +20,6 @@ __all__ = [
     "SglangServer",
     "UpdateReport",
     "UpdateRolledBackError",
+    "VllmDraft",
     "VllmServer",
 ]

@@ -40,10 +40,10 @@ AGAIN = "look at the server's own log"
 #: Advice for sleeping servers.
 WAKE = "call EngineFleet.wake(publisher, version)"
 
-#: Warning about a draft model, after the name of the option that configures drafts.
+#: Warning about a draft model, with the option that configures drafts, and a remedy.
 DRAFTS = (
     "{}: the draft model keeps the weights that the server was started with; answers are those of "
-    "the new version, and fewer drafts are taken: restart the server with a new draft model"
+    "the new version, and fewer drafts are taken: {}"
 )
 
 #: Advice for a refused connection: routes and options do not matter there.

@@ -191,3 +191,14 @@ def _tensors(
         if moved is not view and view.is_contiguous():
             recorder.add_source(moved, offset)
         yield name, moved
+
+
+def tail(name: str) -> str:
+    """Return the last module and the parameter of a tensor's name: ``embed_tokens.weight``."""
+    return ".".join(name.split(".")[-2:])
+
+
+def shared_parameters(model: torch.nn.Module, other: torch.nn.Module) -> set[str]:
+    """Return the tails of the names of parameters in the memory of another model's parameters."""
+    elsewhere = {each.data_ptr() for each in other.parameters() if each.numel()}
+    return {tail(name) for name, each in model.named_parameters() if each.data_ptr() in elsewhere}

@@ -22,7 +22,7 @@ from shmbus.engines.fleet import EngineFleet
 from shmbus.engines.pause_note import PauseNotice, paused_by
 from shmbus.engines.results import UpdateReport
 from shmbus.engines.sglang import SglangServer
-from shmbus.engines.vllm import VllmServer
+from shmbus.engines.vllm import VllmDraft, VllmServer
 
 #: JSON object of headers for each server, for example its key: a note holds no secrets.
 HEADERS_VARIABLE: Final = "SHMBUS_SERVER_HEADERS"
@@ -30,6 +30,7 @@ HEADERS_VARIABLE: Final = "SHMBUS_SERVER_HEADERS"
 _KINDS: Final[dict[str, type[VllmServer] | type[SglangServer]]] = {
     "sglang": SglangServer,
     "vllm": VllmServer,
+    "vllm-draft": VllmDraft,
 }
 
 

@@ -43,6 +43,7 @@ _REPLICAS = (
 
 Verb = Literal["attach", "load"]
 _SAVER = "start the server with --enable-memory-saver"
+_NEW_DRAFT = "restart the server with a new draft model"
 _LEVEL_1 = "no update brings it back after level 2: sleep at level=1"
 #: Memory that wakes after the weights.
 _CACHES = ["kv_cache", "cuda_graph"]
@@ -98,7 +99,7 @@ class SglangServer(InferenceServer):
         if refused:
             raise self._refuse_field(refused, answer[refused], _RENEWED)
         drafts = answer.get("speculative_algorithm") not in (None, "NGRAM")
-        self.caution = DRAFTS.format("speculative_algorithm") if drafts else ""
+        self.caution = DRAFTS.format("speculative_algorithm", _NEW_DRAFT) if drafts else ""
         return answer
 
     def _size(self, answer: Mapping[str, Any], size: object) -> int:

@@ -11,14 +11,16 @@ Source: vllm/entrypoints/rl/online/api_router.py, vllm/distributed/weight_transf
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from shmbus.engines.engine_server import AGAIN, DRAFTS, InferenceServer, PauseMode
+from shmbus.engines.engine_server import AGAIN, DRAFTS, WAKE, InferenceServer, PauseMode
 from shmbus.engines.results import EngineError
 from shmbus.engines.state_kinds import vllm_refusal
-from shmbus.engines.vllm_plugin import VERIFY
+from shmbus.engines.vllm_plugin import LOAD_DRAFT, VERIFY
 from shmbus.pool.server_rows import row_name
 from shmbus.segment.fleet_note import DISCARDED
 
@@ -30,6 +32,12 @@ _BACKEND = (
 
 
 _SLEEP_MODE = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
+_NEW_DRAFTS = "bring new ones by an EngineFleet of VllmDraft, or restart the server"
+_OF_TARGET = "a draft model takes part in its server's steps: call this with VllmServer"
+#: A rank's True in the answer of `/collective_rpc`, which sends texts.
+_TRUE = "True"
+#: Longest wait for the end of a pause, in seconds; a longer one is taken for sleep.
+_PAUSE_S = 5.0
 #: Draft methods without weights.
 _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
@@ -97,16 +105,14 @@ class VllmServer(InferenceServer):
 
     async def prepare(self, bus: str, timeout: float) -> bool:
         """Make each rank attach to the weights of a bus."""
-        await self.ask(
-            "prepare",
-            "POST",
-            "/init_weight_transfer_engine",
-            timeout,
-            body={"init_info": {"bus": bus, "server": row_name(self.address)}},
-            advice=_BACKEND,
-        )
+        await self._init({"bus": bus}, timeout)
         await self._note_drafts(timeout)
         return True
+
+    async def _init(self, info: Mapping[str, object], timeout: float) -> None:
+        body = {"init_info": {**info, "server": row_name(self.address)}}
+        path = "/init_weight_transfer_engine"
+        await self.ask("prepare", "POST", path, timeout, body=body, advice=_BACKEND)
 
     async def _note_drafts(self, timeout: float) -> None:
         """Ask, once, whether a draft model with own weights proposes tokens."""
@@ -117,8 +123,8 @@ class VllmServer(InferenceServer):
             body={"method": "supports_draft_weight_updates"}, advice=AGAIN,
         )  # fmt: skip
         said = self._object("drafts", text, AGAIN) if status == 200 else {}
-        self._drafts = True in said.get("results", [])
-        self.caution = DRAFTS.format("speculative_config") if self._drafts else ""
+        self._drafts = _TRUE in said.get("results", [])
+        self.caution = DRAFTS.format("speculative_config", _NEW_DRAFTS) if self._drafts else ""
 
     async def attach(self, bus: str, timeout: float) -> bool:
         """Return True: `prepare` has attached. The fleet calls this, not a user."""
@@ -258,3 +264,82 @@ class VllmServer(InferenceServer):
         if not isinstance(paused, bool):
             raise self.refuse("is_paused", answer, _ROUTES)
         return paused
+
+
+class VllmDraft(VllmServer):
+    """The draft model of a vLLM server, which proposes tokens for speculative decoding.
+
+    An `EngineFleet` of drafts brings versions of a draft trainer, from a bus of their own. The
+    server keeps generating: each rank loads between two steps of the engine, and answers stay
+    those of the target model.
+
+    Parameters
+    ----------
+    url, headers, bus
+        As for `VllmServer`.
+
+    Notes
+    -----
+    A draft model that shares tensors with its target (EAGLE: ``embed_tokens``, ``lm_head``) is
+    published without them; a version with such a tensor is refused by name.
+    """
+
+    kind: str = "vllm-draft"
+
+    async def prepare(self, bus: str, timeout: float) -> bool:
+        """Make each rank attach its draft model to the weights of a bus."""
+        await self._note_drafts(timeout)
+        if not self._drafts:
+            said, advice = "no draft model has weights of its own", "see --speculative-config"
+            raise EngineError(self.address, "prepare", 200, said, advice)
+        deadline = time.monotonic() + min(timeout, _PAUSE_S)
+        while await self._is_sleeping(timeout):
+            if time.monotonic() >= deadline:
+                raise EngineError(self.address, "prepare", 200, "the server sleeps", WAKE)
+            await asyncio.sleep(0.05)
+        await self._init({"bus": bus, "draft": True}, timeout)
+        self.caution = ""
+        return True
+
+    async def _is_sleeping(self, timeout: float) -> bool:
+        """Ask whether the server sleeps or pauses, which vLLM reports alike."""
+        status, text = await self.call(
+            "prepare", "GET", "/is_sleeping", timeout, advice=_SLEEP_MODE
+        )
+        # 404: a server without sleep mode.
+        return status == 200 and bool(self._object("prepare", text, AGAIN).get("is_sleeping"))
+
+    async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
+        """Do nothing: a draft's load needs no pause, which belongs to the target's fleet."""
+
+    async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
+        """Load the version into each rank's draft model, in one call."""
+        del clear_cache  # the cache holds the target's keys and values
+        call = {"method": LOAD_DRAFT, "args": [version], "timeout": timeout}
+        answer = await self.post("update", "/collective_rpc", timeout, call)
+        results = answer.get("results")
+        if not isinstance(results, list) or set(results) != {_TRUE}:
+            raise self.refuse("update", answer, AGAIN)
+
+    async def reload(self, path: str, version: int, clear_cache: bool, timeout: float) -> None:
+        """Refuse: vLLM reads checkpoints into the target model."""
+        raise EngineError(self.address, "reload", None, "no checkpoint is read", _OF_TARGET)
+
+    async def verify(self, asked: Mapping[str, object], timeout: float) -> list[object]:
+        """Refuse: the comparison knows the target model."""
+        raise EngineError(self.address, "verify", None, "not compared", _OF_TARGET)
+
+    async def settle(self, loading: bool, timeout: float) -> bool:
+        """Return False: a load is one call, which leaves nothing open."""
+        return False
+
+    async def check_sleep(self, level: int, timeout: float) -> None:
+        """Refuse: the draft model sleeps with its server."""
+        raise EngineError(self.address, "sleep", None, "sleeps with its server", _OF_TARGET)
+
+    async def resume(self, timeout: float) -> None:
+        """Do nothing: the server never paused."""
+
+    async def paused(self, timeout: float) -> bool:
+        """Return False: the draft model pauses with its server."""
+        return False

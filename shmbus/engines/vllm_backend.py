@@ -17,12 +17,13 @@ Source: vllm/distributed/weight_transfer/base.py and ipc_engine.py of vLLM 0.32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -36,9 +37,9 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.v1.worker.worker_base import WorkerBase
 
 from shmbus.engines import rank_check
-from shmbus.engines.rank_loader import PlannedLoader
+from shmbus.engines.rank_loader import PlannedLoader, shared_parameters, tail
 from shmbus.engines.state_kinds import vllm_refusal
-from shmbus.engines.vllm_plugin import VERIFY
+from shmbus.engines.vllm_plugin import LOAD_DRAFT, VERIFY
 from shmbus.errors import ShmbusError
 from shmbus.weights import ManifestError, Weights, WeightSubscriber
 from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE
@@ -61,6 +62,8 @@ class ShmbusInitInfo(WeightTransferInitInfo):
     server: str = "vllm"
     carrier: str = "auto"
     directory: str | None = None
+    #: Whether the weights are those of the draft model.
+    draft: bool = False
 
 
 @dataclass
@@ -68,6 +71,31 @@ class ShmbusUpdateInfo(WeightTransferUpdateInfo):
     """Version to load."""
 
     version: int
+
+
+class _Target:
+    """A model of this worker, and the update of its weights."""
+
+    def __init__(self) -> None:
+        self.subscriber: WeightSubscriber | None = None
+        self.attached: ShmbusInitInfo | None = None
+        self.loading: Weights | None = None
+        self.updating = False
+        self.problem = ""
+        self.code = LOAD_CODE
+
+    def let_go(self) -> None:
+        """Return the lease of the version being loaded."""
+        if self.loading is not None:
+            self.loading.close()
+            self.loading = None
+
+    def close(self) -> None:
+        """Leave the weights."""
+        self.let_go()
+        if self.subscriber is not None:
+            self.subscriber.close()
+            self.subscriber = None
 
 
 class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpdateInfo]):
@@ -84,19 +112,16 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._subscriber: WeightSubscriber | None = None
-        self._attached: ShmbusInitInfo | None = None
-        self._loading: Weights | None = None
-        self._updating = False
-        self._problem = ""
-        self._code = LOAD_CODE
+        self._of_engine, self._of_draft = _Target(), _Target()
+        self._target = self._of_engine
         self._loaders: WeakKeyDictionary[torch.nn.Module, PlannedLoader] = WeakKeyDictionary()
 
     def init_transfer_engine(self, init_info: ShmbusInitInfo) -> None:
         """Attach to the weights, check the newest version's manifest, begin to look it up."""
-        known = self._subscriber
-        if known is None or self._attached != init_info or known.removed:
-            known = self._attach(init_info)
+        target = self._of_draft if init_info.draft else self._of_engine
+        known = target.subscriber
+        if known is None or target.attached != init_info or known.removed:
+            known = self._attach(target, init_info)
         # By then the row names an unusable version, and the trainer reads the row.
         try:
             newest = known.latest(timeout=ATTACH_TIMEOUT_S)
@@ -104,24 +129,27 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
             if refusal:
                 with newest:
                     newest.report_refused(refusal, code=MANIFEST_CODE)
+            elif init_info.draft:
+                newest.close()
             else:
                 self._loader.prepare_aside(newest)
         except ShmbusError as error:
             logger.error("shmbus: %s", error)
-        if self._updating:
+        if target.updating:
             self._mark()  # a new row, for an update begun before
 
-    def _attach(self, init_info: ShmbusInitInfo) -> WeightSubscriber:
-        self.shutdown()
-        self._subscriber = WeightSubscriber(
+    def _attach(self, target: _Target, init_info: ShmbusInitInfo) -> WeightSubscriber:
+        self._await_prepared()
+        target.close()
+        target.subscriber = WeightSubscriber(
             init_info.bus,
             device=self.device,
             carrier=init_info.carrier,
             directory=init_info.directory,
             label=f"{init_info.server} rank {self._rank}",
         )
-        self._attached = init_info
-        return self._subscriber
+        target.attached = init_info
+        return target.subscriber
 
     @property
     def _rank(self) -> int:
@@ -130,39 +158,57 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
     def verify(self, asked: object) -> dict[str, Any]:
         """Compare a slice of this rank's weights with the slot of the version in force."""
+        target = self._of_engine
         return rank_check.answer(
             asked,
             self._rank,
-            None if self._attached is None else self._attached.bus,
-            self._subscriber,
+            None if target.attached is None else target.attached.bus,
+            target.subscriber,
             self._loader,
-            updating=self._updating,
+            updating=target.updating,
         )
+
+    def load_draft(self, model: torch.nn.Module, model_config: Any, version: int) -> None:
+        """Load a version into the draft model, between two steps of the engine."""
+        shared = shared_parameters(model, self.model)
+        self._target = self._of_draft
+        self.set_weight_update_target(model, model_config)
+        try:
+            self.start_weight_update()
+            self.receive_weights(ShmbusUpdateInfo(version), shared)
+            self.finish_weight_update()
+        finally:
+            self._target = self._of_engine
+            self.reset_weight_update_target()
 
     def start_weight_update(self) -> None:
         """Record an open update; vLLM's model stays untouched until the version is known."""
-        self._problem = ""
-        self._updating = True
+        self._target.problem = ""
+        self._target.updating = True
         self._mark()
 
-    def receive_weights(self, update_info: ShmbusUpdateInfo) -> None:
+    def receive_weights(self, update_info: ShmbusUpdateInfo, shared: Collection[str] = ()) -> None:
         """Load a version; vLLM slices, fuses and quantises it as a checkpoint."""
-        self._let_go()
-        if self._subscriber is None:
+        target = self._target
+        target.let_go()
+        if target.subscriber is None:
             self._fail("the trainer has not said which bus (init_weight_transfer_engine)")
             return
         if self._refusal:
             self._fail(self._refusal, MANIFEST_CODE)
             return
         try:
-            self._loading = self._subscriber.at(update_info.version)
+            target.loading = weights = target.subscriber.at(update_info.version)
         except Exception as error:  # also for an invalid version number: nothing may be raised here
             manifest = isinstance(error, ManifestError)
             self._fail(str(error), MANIFEST_CODE if manifest else LOAD_CODE)
             self._mark()  # the row may already report the refusal, and the update is still open
             return
-        weights = self._loading
         weights.report_loading()
+        named = [each.name for each in weights.manifest.tensors if tail(each.name) in shared]
+        if named:
+            self._fail(f"shared with the target model: {', '.join(named)}; publish without them")
+            return
         self._guard("load", lambda: self._loader.load(weights))
 
     @property
@@ -171,7 +217,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
     @property
     def _loader(self) -> PlannedLoader:
-        """Return the loader of the current target model: the engine's, or a draft's."""
+        """Return the loader of the current model: the engine's, or a draft's."""
         known = self._loaders.get(self.model)
         if known is None:
             known = PlannedLoader(
@@ -197,15 +243,16 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
     def finish_weight_update(self) -> None:
         """Report this worker's version in the row."""
-        if self._loading is None:
+        target = self._target
+        if target.loading is None:
             self._fail("an update ended to which no version had come")
-            self._say(lambda newest: newest.report_refused(self._problem, code=self._code))
-        elif self._problem:
-            self._loading.report_refused(self._problem, code=self._code)
+            self._say(lambda newest: newest.report_refused(target.problem, code=target.code))
+        elif target.problem:
+            target.loading.report_refused(target.problem, code=target.code)
         else:
-            self._loading.report_applied()
-        self._let_go()
-        self._updating = False
+            target.loading.report_applied()
+        target.let_go()
+        target.updating = False
 
     def _mark(self) -> None:
         """Report in the row: no whole version from here on; the new version follows later."""
@@ -213,10 +260,11 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
     def _say(self, what: Callable[[Weights], None]) -> None:
         """Report in the row through a lease of the newest version."""
-        if self._subscriber is None:
+        subscriber = self._target.subscriber
+        if subscriber is None:
             return
         try:
-            with self._subscriber.latest(timeout=0) as newest:
+            with subscriber.latest(timeout=0) as newest:
                 what(newest)
         except ShmbusError as error:
             logger.warning("shmbus: %s", error)
@@ -233,22 +281,18 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
     ) -> None:
         """Keep the first failure for the row: later failures are often its consequences."""
         logger.error("shmbus: new weights: %s", problem, exc_info=cause)
-        if not self._problem:
-            self._problem, self._code = problem, code
+        if not self._target.problem:
+            self._target.problem, self._target.code = problem, code
 
-    def _let_go(self) -> None:
-        if self._loading is not None:
-            self._loading.close()
-            self._loading = None
+    def _await_prepared(self) -> None:
+        for loader in self._loaders.values():
+            loader.await_prepared()
 
     def shutdown(self) -> None:
         """Leave the weights."""
-        for loader in self._loaders.values():
-            loader.await_prepared()
-        self._let_go()
-        if self._subscriber is not None:
-            self._subscriber.close()
-            self._subscriber = None
+        self._await_prepared()
+        self._of_engine.close()
+        self._of_draft.close()
 
 
 def _verify(worker: Any, asked: object) -> dict[str, Any]:
@@ -256,8 +300,20 @@ def _verify(worker: Any, asked: object) -> dict[str, Any]:
     return engine.verify(asked)
 
 
+def _load_draft(worker: Any, version: int) -> bool:
+    """Return False without a draft model."""
+    model, config = worker.get_draft_model(), worker.speculative_config
+    if model is None or config is None:
+        return False
+    engine: ShmbusWeightTransferEngine = worker.weight_transfer_engine
+    with set_current_vllm_config(worker.vllm_config):
+        engine.load_draft(model, config.draft_model_config, version)
+    return True
+
+
 # `/collective_rpc` of vLLM's server finds methods of the worker by name.
 setattr(WorkerBase, VERIFY, _verify)
+setattr(WorkerBase, LOAD_DRAFT, _load_draft)
 
 
 def _is_plain(module: torch.nn.Module) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 BACKEND = "shmbus"
 #: Method of vLLM's worker for comparing weights, by ``/collective_rpc``.
 VERIFY = "shmbus_verify"
+#: Method of vLLM's worker for loading a draft model's version, by the same route.
+LOAD_DRAFT = "shmbus_load_draft"
 
 
 def register() -> None:

@@ -204,7 +204,7 @@ class SmallVllm(SmallEngine):
     async def rpc(self, request: web.Request) -> web.Response:
         call = await request.json()
         if call["method"] == "supports_draft_weight_updates":
-            return web.json_response({"results": [self.drafts] * self.ranks})
+            return web.json_response({"results": [str(self.drafts)] * self.ranks})
         assert call["method"] == "reload_weights" and not self.running.is_set()
         if self.take_fault("reload", "half"):
             self.models[-1]["value"][:500] = -1.0

@@ -7,8 +7,6 @@ SGLang 0.5.23 (sglang/srt/managers/scheduler_components/weight_updater.py). A wa
 resumes vLLM with any weights, and ends SGLang.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

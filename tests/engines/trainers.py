@@ -57,10 +57,7 @@ class Scene(NamedTuple):
 def end_in_an_update(
     bus: str, kind: str, urls: list[str], step: str, after: bool, number: int, level: int = 0
 ) -> None:
-    """Bring version 1 to the servers, and get a signal with every server at a step of version 2.
-
-    With a level, the servers sleep first, and wake with version 2.
-    """
+    """Bring version 1 to the servers, and get a signal with every server at a step of version 2."""
     torch.set_num_threads(1)
     server = KINDS[kind]
     at_it: list[str] = []

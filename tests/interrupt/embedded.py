@@ -36,10 +36,7 @@ REPEATED: list[str] = []
 
 @dataclass
 class Shape:
-    """Circumstances of an operation; a seeded shape differs from round to round.
-
-    With `rng`, the repeated call may be interrupted too.
-    """
+    """Circumstances of an operation; a seeded shape differs from round to round."""
 
     samples: int = 2
     more: int = 1
@@ -149,10 +146,7 @@ REPEATED_EVENTS = 80
 
 
 def again(operate: FunctionType) -> None:
-    """Repeat an interrupted operation: it succeeds, or reports its earlier success.
-
-    Under a seed half of the repetitions are interrupted again first, once.
-    """
+    """Repeat an interrupted operation: it succeeds, or reports its earlier success."""
     if SHAPE.rng is not None and SHAPE.rng.random() < 0.5:
         injection = Injection(SHAPE.rng.randint(1, REPEATED_EVENTS), operate.__code__.co_filename)
         try:
@@ -340,11 +334,7 @@ def report_of(
     operations: dict[str, tuple[dict[str, Any], Callable[[Any, int], object]]],
     make: Callable[..., Any],
 ) -> dict[str, Any]:
-    """Run the command line; return the exceptions raised in each operation, and the faults.
-
-    The arguments after the bus's name are operations, ``--seed N`` for the shape of a seed, and
-    ``--from FIRST --step N`` for each Nth event only.
-    """
+    """Run the command line; return the exceptions raised in each operation, and the faults."""
     chosen = sys.argv[2:]
     part = {"--from": 1, "--step": 1}
     for name in part:

@@ -50,10 +50,7 @@ def exits_of(code: CodeType) -> frozenset[int]:
 
 
 def _find_exits(code: CodeType) -> frozenset[int]:
-    """Look for the offsets in the bytecode.
-
-    Includes empty steps (the line of a `try`): a `with` that begins before them may not cover them.
-    """
+    """Look for the offsets in the bytecode."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     found = {step.offset for step in steps if step.opname == "NOP"}
     for at in range(len(steps)):
@@ -76,10 +73,7 @@ def _find_exits(code: CodeType) -> frozenset[int]:
 
 
 class Injection:
-    """Raises `Injected` at the `at`-th event of its block; 0 only counts events.
-
-    Calls into C count too in functions of the file `caller`, a user of the library.
-    """
+    """Raises `Injected` at the `at`-th event of its block; 0 only counts events."""
 
     def __init__(self, at: int, caller: str) -> None:
         self.at = at

@@ -385,11 +385,7 @@ def play(
     cases: dict[str, Case],
     actions: tuple[str, ...] = ("kill", "stop"),
 ) -> None:
-    """Run cases (bus, failpoint, action) by kind, failpoint and action, and print a line each.
-
-    The program's arguments: the bus; a kind and a colon, or part of cases' names; of each point
-    every pass, or the "first".
-    """
+    """Run cases (bus, failpoint, action) by kind, failpoint and action, and print a line each."""
     name, only, passes = [*sys.argv[1:], "", ""][:3]
     for kind, of_kind in points.items():
         for point, hits in of_kind.items():

@@ -13,10 +13,7 @@ pytest.importorskip("torch", reason="the demo trains")
 
 
 def has_stepped(child: Child) -> bool:
-    """Whether a progress line names a step beyond the 0 that the demo starts from.
-
-    Lines come by time, not by step: which number the first of them shows is the machine's.
-    """
+    """Whether a progress line names a step beyond the 0 that the demo starts from."""
     return re.search(r"step +[1-9]", child.output()) is not None
 
 

@@ -244,10 +244,7 @@ def publish(model: torch.nn.Linear, publisher: WeightPublisher | None, version: 
 
 
 def evaluate(handler: OnlineDataHandler) -> None:
-    """Request prompts of the eval split, and wait for their groups.
-
-    The last remaining prompt may be given up during the engine's absence, without company.
-    """
+    """Request prompts of the eval split, and wait for their groups."""
     asked = {f"eval-{handler.step}-{number}" for number in range(EVALUATED)}
     for number, id_ in enumerate(sorted(asked)):
         prompt = np.array([3 * number], np.int32)

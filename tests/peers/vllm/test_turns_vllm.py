@@ -4,8 +4,6 @@ Source of the requests: `sleep` and `wake_up` of vllm/entrypoints/serve/dev/slee
 `EngineCore.sleep`, `.wake_up` and `.is_sleeping` of vllm/v1/engine/core.py, vLLM 0.32.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from pathlib import Path

@@ -212,10 +212,7 @@ async def by_updates(
 async def by_vllm(
     arm: Arm, options: argparse.Namespace, folders: dict[int, Path], expected: Any, *, backend: str
 ) -> Row:
-    """By vLLM's own backends: a broadcast, or handles of CUDA memory, in a pause.
-
-    TRL's server mode is the same server with the same broadcast.
-    """
+    """By vLLM's own backends: a broadcast, or handles of CUDA memory, in a pause."""
     from vllm.distributed.weight_transfer import base, clients, ipc_engine, nccl_engine
 
     # Handles travel pickled, which vLLM takes on request.
