@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,6 +44,35 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     patch_bytes: int | str = 0
 
 
+class PoolSizes(NamedTuple):
+    """The checked numbers of a `PoolSpec`."""
+
+    slots: int
+    max_slots: int
+    slot_bytes: int
+    meta_bytes: int
+    block_bytes: int
+    patch_bytes: int
+
+
+def sizes_of(spec: PoolSpec) -> PoolSizes:
+    """Check a pool's sizes."""
+    if not isinstance(spec, PoolSpec):
+        raise TypeError(f"spec: expected a PoolSpec, got {type(spec).__name__}")
+    slots = check_int("slots", spec.slots, 1, _core.POOL_MAX_SLOTS)
+    most = slots
+    if spec.max_slots is not None:
+        most = check_int("max_slots", spec.max_slots, 1, _core.POOL_MAX_SLOTS)
+    return PoolSizes(
+        slots,
+        most,
+        check_bytes("slot_bytes", spec.slot_bytes),
+        check_bytes("meta_bytes", spec.meta_bytes),
+        check_bytes("block_bytes", spec.block_bytes),
+        check_bytes("patch_bytes", spec.patch_bytes),
+    )
+
+
 def companion_of(bus: str, kind: str) -> Companion[_core.SlotPool]:
     """Return the creator and opener of a pool's file."""
     return Companion(
@@ -70,24 +99,9 @@ def create_pool(bus: str, kind: str, spec: PoolSpec) -> None:
 def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
     """Create a pool and return a handle without a role."""
     companion = companion_of(bus, kind)
-    if not isinstance(spec, PoolSpec):
-        raise TypeError(f"spec: expected a PoolSpec, got {type(spec).__name__}")
-    slots = check_int("slots", spec.slots, 1, _core.POOL_MAX_SLOTS)
-    most = slots
-    if spec.max_slots is not None:
-        most = check_int("max_slots", spec.max_slots, 1, _core.POOL_MAX_SLOTS)
-    slot_bytes = check_bytes("slot_bytes", spec.slot_bytes)
-    patch_bytes = check_bytes("patch_bytes", spec.patch_bytes)
-    return companion.create(
-        f"{bus}:{kind}",
-        (slot_bytes + patch_bytes) * slots,
-        slots,
-        most,
-        slot_bytes,
-        check_bytes("meta_bytes", spec.meta_bytes),
-        check_bytes("block_bytes", spec.block_bytes),
-        patch_bytes,
-    )
+    sizes = sizes_of(spec)
+    first_bytes = (sizes.slot_bytes + sizes.patch_bytes) * sizes.slots
+    return companion.create(f"{bus}:{kind}", first_bytes, *sizes)
 
 
 def open_pool(
