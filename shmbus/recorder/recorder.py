@@ -349,9 +349,19 @@ class Recorder:
         return put
 
     @contextlib.asynccontextmanager
-    async def body(self, request: web.BaseRequest) -> AsyncIterator[bytearray]:
-        """Read a body; its bytes count in the memory of bodies and sessions during the block."""
+    async def body(
+        self, request: web.BaseRequest, session: Session | None = None
+    ) -> AsyncIterator[bytearray]:
+        """Read a body; its bytes count in the memory of bodies and sessions during the block.
+
+        A body that never fits beside its own session is too large.
+        """
         held = 0
+        own = 0 if session is None else session.nbytes
+        most = max(0, self.settings.memory - own) // limits.BODY_PARTS
+        limit, option = self.settings.body_limit, "--body-limit"
+        if most < limit:
+            limit, option = most, f"--memory, {limits.BODY_PARTS} times the largest body"
 
         def take(nbytes: int) -> None:
             nonlocal held
@@ -369,7 +379,7 @@ class Recorder:
             held += more
 
         try:
-            yield await BodyReader(request, self.settings.body_limit).read(take)
+            yield await BodyReader(request, limit, option).read(take)
         finally:
             self.body_bytes -= held
 

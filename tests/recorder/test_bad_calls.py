@@ -174,11 +174,17 @@ def test_an_odd_body_is_400(body: Any, status: int, code: str, session: shmbus.S
     chat(session, [user("hello")])
 
 
-def test_bodies_beyond_the_memory_of_all_are_503(scene: Scene) -> None:
-    recorder = scene.start_recorder(scene.engine, memory=6 << 10)
-    session = scene.open()
-    assert refused(call(session, {**CALL, "pad": "x" * 2000})) == (503, "memory")
+def test_a_body_beyond_the_memory_is_413_and_beside_other_sessions_503(scene: Scene) -> None:
+    recorder = scene.start_recorder(scene.engine, memory=24 << 10)
+    session, other = scene.open(), scene.open()
+    answer = call(session, {**CALL, "pad": "x" * 5000})
+    assert refused(answer) == (413, "body_limit") and "--memory" in str(answer[1])
+    while call(other, {"model": "m", "input": "x" * 3000}, "responses")[0] == 200:
+        pass
+    assert refused(call(session, {**CALL, "pad": "x" * 3000})) == (503, "memory")
     assert recorder.body_bytes == 0
+    other.release()
+    wait_until(lambda: len(recorder.sessions) == 1)
     chat(session, [user("hello")])
     session.release()
     wait_until(lambda: recorder.sessions.nbytes == 0)
