@@ -2,13 +2,15 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import Daemon, wait_until
 
-from shmbus import Bus, Producer
+from shmbus import Bus, Consumer, Producer
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.losses import policy_loss
 
@@ -129,3 +131,13 @@ def test_an_evaluation_says_how_many_groups_came_in_time(bus: Bus, producer: Pro
             assert group.instance_id == "test"
         assert handler.next_batch(10).instance_ids == ["own"]
         assert handler.stats().balanced
+
+
+@pytest.mark.parametrize("make", [partial(OnlineDataHandler, groups_per_batch=1), Consumer])
+def test_a_request_is_of_the_split_of_its_handle(
+    make: Callable[..., Any], bus: Bus, producer: Producer
+) -> None:
+    with make(bus.name, split="own") as handle:
+        handle.request("q", group_size=1, prompt=[1, 2])
+        handle.request("q", group_size=1, prompt=[1, 2], split="train")
+        assert sorted(producer.requests.next(10).split for _ in range(2)) == ["own", "train"]

@@ -656,7 +656,12 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
     # -- prompts --------------------------------------------------------------------------------
 
     def request(
-        self, instance_id: str | int, *, round: int | None = None, split: str = "train", **more: Any
+        self,
+        instance_id: str | int,
+        *,
+        round: int | None = None,
+        split: str | None = None,
+        **more: Any,
     ) -> int:
         """Offer one group to the workers; details in `shmbus.Consumer.request`.
 
@@ -666,7 +671,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         Parameters
         ----------
         instance_id, round, split, **more
-            As for `shmbus.Consumer.request`.
+            As for `shmbus.Consumer.request`; the split is the handler's own by default.
 
         Returns
         -------
