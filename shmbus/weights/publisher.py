@@ -316,7 +316,13 @@ class WeightPublisher:
 
         The next version may carry any number. Waiting readers get it all the same. Each rank calls
         `new_life`; a new publisher begins a life by itself.
+
+        Raises
+        ------
+        BusClosedError
+            This publisher is closed.
         """
+        self._require_open()
         self.version = None
 
     def publish_async(self, version: int, *, text: str = "") -> Publication:
