@@ -420,14 +420,24 @@ def _asleep(status: BusStatus, wants: str) -> Iterator[Finding]:
 def _stillness(status: BusStatus, still_s: float | None) -> Iterator[Finding]:
     if still_s is None or still_s < STILL_S or not status.in_use or _busy(status):
         return
-    alive = _alive(status)
+    undelivered, leased = status.ledger.undelivered, status.ledger.leased
+    cost = 0.7 if undelivered else 0.3
+    who: list[str] = []
+    cause = f"{several(_alive(status), 'producer')} and "
+    cause += f"{'a collector' if status.collector.alive else 'no collector'} are there"
+    advice = "see what the producers do; `py-spy dump --pid` shows it"
+    if leased and leased == undelivered and not _who_waits(status):
+        # A step, a judge or an annotator may take so long.
+        cost = cost if still_s >= _STUCK_S else _WARNING - 0.05
+        cause, who = _holder(status)
+        advice = "see what its step, judge or annotator does; `py-spy dump --pid` shows it"
     yield Finding(
         kind="still",
-        cost=0.7 if status.ledger.undelivered else 0.3,
+        cost=cost,
         what=f"Nothing has moved for {show_duration(still_s)}",
-        cause=f"{several(alive, 'producer')} and "
-        f"{'a collector' if status.collector.alive else 'no collector'} are there",
-        advice="see what the producers do; `py-spy dump --pid` shows it",
+        cause=cause,
+        advice=advice,
+        who=who,
     )
 
 
@@ -909,8 +919,9 @@ def _waiting(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> lis
 def _all_is_well(status: BusStatus) -> str:
     alive = _alive(status)
     ledger = status.ledger
+    held = f"; {_holder(status)[0]}" if ledger.leased else ""
     return (
         f"Nothing stands in the way: {several(alive, 'producer')}, "
-        f"{several(ledger.undelivered, 'trajectory')} not delivered, "
-        f"{show_count(ledger.acknowledged)} trained on."
+        f"{several(ledger.undelivered, 'trajectory')} not trained on yet, "
+        f"{show_count(ledger.acknowledged)} trained on{held}."
     )

@@ -1,5 +1,6 @@
 """A sentence about a bus: the bottleneck, its cause, and the remedy."""
 
+import os
 import re
 from collections.abc import Callable
 
@@ -120,6 +121,22 @@ def test_a_watcher_tells_that_nothing_moves(bus_name: str) -> None:
         first = watcher.still_s
         wait_until(lambda: watcher.poll() or watcher.still_s > first, what="time in which it stood")
         assert watcher.idle_s.keys() == {1}
+
+
+def test_a_bus_whose_samples_all_wait_for_a_judge_blames_no_producer(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "1MiB"),
+        Producer(bus_name) as producer,
+        Consumer(bus_name, label="judge.py") as consumer,
+    ):
+        producer.put("q", group_size=1, index=0, tokens=[1])
+        held = consumer.take(1, 10)
+        for still_s, level in ((61.0, "note"), (700.0, "trouble")):
+            found = read_status(bus_name, still_s=still_s).verdict
+            assert found is not None
+            assert (found.level, [each.kind for each in found.findings]) == (level, ["still"])
+            assert found.findings[0].who == [f"judge.py (pid {os.getpid()})"]
+        held[0].ack()
 
 
 @pytest.mark.parametrize("with_daemon", [False, True])
