@@ -146,6 +146,26 @@ def test_snapshots_of_snapshots_change_nothing(bus_name: str, tmp_path: Path) ->
         assert consumer.stats().balanced
 
 
+def test_samples_keep_their_lasting_names_through_ten_restores(
+    bus_name: str, tmp_path: Path
+) -> None:
+    shmbus.Bus.create(bus_name, "2MiB").close()
+    first: dict[str, set[bytes]] = {}
+    for number in range(11):
+        with shmbus.Producer(bus_name) as producer:
+            producer.put(number, group_size=1, index=0, tokens=[number])
+        with shmbus.Consumer(bus_name) as consumer:
+            for group in consumer.take(20, 10):
+                names = consumer.lasting_names([group])
+                assert first.setdefault(group.instance_id, names) == names
+                group.give_back()
+        snapshot.take(bus_name, tmp_path / f"{number}")
+        shmbus.unlink(bus_name)
+        snapshot.restore(tmp_path / f"{number}")
+    assert len(set().union(*first.values())) == 11
+    shmbus.unlink(bus_name)
+
+
 def test_moved_stragglers_are_in_it_once(bus_name: str, tmp_path: Path) -> None:
     with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
         with shmbus.Consumer(bus_name) as consumer:
