@@ -1041,10 +1041,11 @@ class EngineFleet(ClosedByAsyncWith):
         """Run an update's steps at every server; roll back if too few took it."""
         pairs = list(zip(servers, report.servers, strict=True))
         torn = [pair for pair in pairs if pair[1].state in ("paused", "asleep")]
+        kept = "paused and sleeping servers stay so" if torn else "the old weights are in force"
         ready = await self._each(pairs, prepare)
         if not ready and not quorum:
             return
-        self._require(ready, report, quorum, "nothing was touched, the old weights are in force")
+        self._require(ready, report, quorum, f"nothing was touched, {kept}")
         self._note.write(
             PauseNotice(
                 pid=os.getpid(),
@@ -1066,7 +1067,7 @@ class EngineFleet(ClosedByAsyncWith):
                 whole = [each for each in untouched if each not in torn]
                 await self._each(aside + whole, self._resume)
                 self._clear(report)
-                self._require(untouched, report, quorum, "the old weights are in force")
+                self._require(untouched, report, quorum, kept)
             loaded = await self._each(untouched, load)
             behind = [pair for pair in untouched if pair not in loaded]
             if len(loaded) < quorum:
