@@ -190,14 +190,15 @@ class HttpServer(ClosedByAsyncWith):
                     raw += part
         except asyncio.TimeoutError as error:
             raise EngineError(
-                self.address, step, None, f"nothing within {timeout:g} s", advice
+                self.address, step, None, f"nothing within {timeout:g} s", AGAIN
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
                 error.os_error, ConnectionRefusedError
             )
             gone = refused or not await self._listens()
-            advice = _NOBODY if gone else advice
+            # A missing option or route has an answer.
+            advice = _NOBODY if gone else AGAIN
             said = self._without_keys(str(error) or repr(error))
             cause = None if refused else error  # the text already explains a refusal
             raise EngineError(self.address, step, None, said, advice, gone=gone) from cause
