@@ -18,8 +18,9 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
+from shmbus.base.arguments import check_path, check_text
 from shmbus.base.programs import program
 from shmbus.engines.engine_server import HttpServer, PauseMode, checked_timeout
 from shmbus.engines.results import EngineError
@@ -82,14 +83,24 @@ class ManagedServer(HttpServer):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(url, headers=headers)
-        if isinstance(command, str) or any(not isinstance(word, str) for word in command):
+        listed = isinstance(command, (list, tuple))
+        if not listed or any(not isinstance(word, str) for word in command):
             raise TypeError(f"command: expected a list of words, got {command!r}")
         if not any(CHECKPOINT in word for word in command):
             raise ValueError(f"command: expected {CHECKPOINT} where the checkpoint's path belongs")
+        check_path("checkpoint", checkpoint)
+        check_text("health", health)
+        if not health.startswith("/"):
+            raise ValueError(f"health: expected a path such as '/health', got {health!r}")
+        added: Any = {} if environment is None else environment
+        if not isinstance(added, Mapping) or any(
+            not isinstance(each, str) for pair in added.items() for each in pair
+        ):
+            raise TypeError("environment: expected a mapping of str to str, got other types")
         self._command = [*command]
         self._checkpoint = str(checkpoint)
         self._health = health
-        self._environment = dict(environment or {})
+        self._environment = dict(added)
         self._start_timeout = checked_timeout(start_timeout)
         self._process: subprocess.Popen[bytes] | None = None
         self._ours = -1
