@@ -275,13 +275,16 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
 
 def check_keep(keep: object, sync: float, release: str) -> tuple[str, float]:
     """Return the directory, "" without keeping, and the seconds between two syncs."""
+    seconds = min(check_seconds("keep_sync", sync), _LONGEST_S)
     if keep is None:
-        return "", 1.0
+        return "", seconds
     if not isinstance(keep, (str, os.PathLike)):
         raise TypeError(f"keep: expected a directory, got {type(keep).__name__}")
+    if not os.fspath(keep):
+        raise ValueError("keep: expected a directory, got ''")
     if release != "acknowledged":
         raise ValueError('keep: expected release="acknowledged", which reports ended groups')
-    return os.path.abspath(keep), min(check_seconds("keep_sync", sync), _LONGEST_S)
+    return os.path.abspath(keep), seconds
 
 
 def check_specs(what: str, given: object) -> list[str]:
