@@ -34,7 +34,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import msgspec
 
 import shmbus
-from shmbus.base.arguments import check_choice, check_flag, check_int
+from shmbus.base.arguments import check_choice, check_flag, check_int, check_path
 from shmbus.base.closing import ClosedByAsyncWith
 from shmbus.engines.engine_server import (
     WAKE,
@@ -367,6 +367,7 @@ class EngineFleet(ClosedByAsyncWith):
         UpdateReport
             At least `quorum` servers report the version.
         """
+        check_path("directory", directory)
         async with self._busy:
             return await to_the_end(self._reload(Path(directory)), shmbus.ShmbusError)
 

@@ -141,8 +141,8 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(("name", "wrong"), [
     ("command", 5), ("command", None), ("command", {"{checkpoint}": 1}), ("checkpoint", None),
-    ("health", None), ("health", "health"), ("environment", {"CUDA_VISIBLE_DEVICES": 0}),
-    ("environment", "A=1"),
+    ("checkpoint", ""), ("health", None), ("health", "health"), ("environment", "A=1"),
+    ("environment", {"CUDA_VISIBLE_DEVICES": 0}),
 ])  # fmt: skip
 def test_a_wrong_argument_is_refused_before_a_start(name: str, wrong: Any) -> None:
     given = {"command": ["serve", "{checkpoint}"], "checkpoint": "/ckpt", name: wrong}
