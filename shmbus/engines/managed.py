@@ -18,11 +18,11 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from shmbus.base.arguments import check_path, check_text
 from shmbus.base.programs import program
-from shmbus.engines.engine_server import HttpServer, PauseMode, checked_timeout
+from shmbus.engines.engine_server import HttpServer, PauseMode, checked_texts, checked_timeout
 from shmbus.engines.results import EngineError
 
 #: Placeholder of the checkpoint's directory in a command line.
@@ -92,15 +92,10 @@ class ManagedServer(HttpServer):
         check_text("health", health)
         if not health.startswith("/"):
             raise ValueError(f"health: expected a path such as '/health', got {health!r}")
-        added: Any = {} if environment is None else environment
-        if not isinstance(added, Mapping) or any(
-            not isinstance(each, str) for pair in added.items() for each in pair
-        ):
-            raise TypeError("environment: expected a mapping of str to str, got other types")
         self._command = [*command]
         self._checkpoint = str(checkpoint)
         self._health = health
-        self._environment = dict(added)
+        self._environment = checked_texts("environment", environment)
         self._start_timeout = checked_timeout(start_timeout)
         self._process: subprocess.Popen[bytes] | None = None
         self._ours = -1

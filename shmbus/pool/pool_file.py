@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -44,33 +44,16 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     patch_bytes: int | str = 0
 
 
-class PoolSizes(NamedTuple):
-    """The checked numbers of a `PoolSpec`."""
-
-    slots: int
-    max_slots: int
-    slot_bytes: int
-    meta_bytes: int
-    block_bytes: int
-    patch_bytes: int
-
-
-def sizes_of(spec: PoolSpec) -> PoolSizes:
-    """Check a pool's sizes."""
+def sizes_of(spec: PoolSpec) -> dict[str, int]:
+    """Check a pool's sizes; return the sizes in the order of the core's arguments."""
     if not isinstance(spec, PoolSpec):
         raise TypeError(f"spec: expected a PoolSpec, got {type(spec).__name__}")
     slots = check_int("slots", spec.slots, 1, _core.POOL_MAX_SLOTS)
-    most = slots
-    if spec.max_slots is not None:
-        most = check_int("max_slots", spec.max_slots, 1, _core.POOL_MAX_SLOTS)
-    return PoolSizes(
-        slots,
-        most,
-        check_bytes("slot_bytes", spec.slot_bytes),
-        check_bytes("meta_bytes", spec.meta_bytes),
-        check_bytes("block_bytes", spec.block_bytes),
-        check_bytes("patch_bytes", spec.patch_bytes),
-    )
+    most = slots if spec.max_slots is None else spec.max_slots
+    sizes = {"slots": slots, "max_slots": check_int("max_slots", most, 1, _core.POOL_MAX_SLOTS)}
+    for name in ("slot_bytes", "meta_bytes", "block_bytes", "patch_bytes"):
+        sizes[name] = check_bytes(name, getattr(spec, name))
+    return sizes
 
 
 def companion_of(bus: str, kind: str) -> Companion[_core.SlotPool]:
@@ -100,8 +83,8 @@ def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
     """Create a pool and return a handle without a role."""
     companion = companion_of(bus, kind)
     sizes = sizes_of(spec)
-    first_bytes = (sizes.slot_bytes + sizes.patch_bytes) * sizes.slots
-    return companion.create(f"{bus}:{kind}", first_bytes, *sizes)
+    first_bytes = (sizes["slot_bytes"] + sizes["patch_bytes"]) * sizes["slots"]
+    return companion.create(f"{bus}:{kind}", first_bytes, *sizes.values())
 
 
 def open_pool(

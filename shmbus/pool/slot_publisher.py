@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -32,7 +32,6 @@ from shmbus.base.arguments import (
 from shmbus.base.format import printable, show_wait
 from shmbus.errors import BusBusyError, PeerGoneError, WaitTimeoutError, WeightsError
 from shmbus.pool.pool_file import (
-    PoolSizes,
     PoolSpec,
     companion_of,
     create_handle,
@@ -70,18 +69,18 @@ def attach(
                 ) from None
             time.sleep(SLICE_S)
             continue
-        small = [] if rank or sizes is None else _shortages(pool, sizes)
+        small = [] if rank or sizes is None else shortages(pool, sizes)
         if not small:
             return pool, False
         _remove_small(bus, kind, pool, small)
 
 
-def _shortages(pool: _core.SlotPool, sizes: PoolSizes) -> list[str]:
+def shortages(pool: _core.SlotPool, sizes: Mapping[str, int]) -> list[str]:
     """Name a pool's sizes below the wanted sizes."""
     return [
-        f"{name} is {found}, expected {wanted}"
+        f"{name} is {found}, expected {sizes[name]}"
         for name in ("slot_bytes", "meta_bytes", "patch_bytes", "max_slots")
-        if (found := getattr(pool, name)) < (wanted := getattr(sizes, name))
+        if (found := getattr(pool, name)) < sizes[name]
     ]
 
 

@@ -359,9 +359,8 @@ class Recorder:
         held = 0
         own = 0 if session is None else session.nbytes
         most = max(0, self.settings.memory - own) // limits.BODY_PARTS
-        limit, option = self.settings.body_limit, "--body-limit"
-        if most < limit:
-            limit, option = most, f"--memory, {limits.BODY_PARTS} times the largest body"
+        more_memory = f"--memory, {limits.BODY_PARTS} times the largest body"
+        limit, option = min((self.settings.body_limit, "--body-limit"), (most, more_memory))
 
         def take(nbytes: int) -> None:
             nonlocal held

@@ -315,12 +315,8 @@ class WeightPublisher:
         """Announce a return to an earlier state, for example a checkpoint.
 
         The next version may carry any number. Waiting readers get it all the same. Each rank calls
-        `new_life`; a new publisher begins a life by itself.
-
-        Raises
-        ------
-        BusClosedError
-            This publisher is closed.
+        `new_life`; a new publisher begins a life by itself. A closed publisher raises
+        BusClosedError.
         """
         self._require_open()
         self.version = None

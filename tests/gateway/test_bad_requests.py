@@ -224,13 +224,9 @@ def test_requests_of_one_connection_are_answered_in_order(shared: Gateway) -> No
     assert [shared.batch()[0]["tokens"] for _ in tokens] == tokens
 
 
-@pytest.mark.parametrize(
-    ("limit", "memory", "option"), [(1, 8, "--body-limit"), (8, 1, "--memory")]
-)
-def test_a_bomb_is_refused_before_it_is_inflated(
-    limit: int, memory: int, option: str, gateway_of: Any
-) -> None:
-    gateway = gateway_of("--create", "4MiB", "--body-limit", limit, "--memory", memory)
+@pytest.mark.parametrize(("limit", "option"), [(1, "--body-limit"), (8, "--memory")])
+def test_a_bomb_is_refused_before_it_is_inflated(limit: int, option: str, gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB", "--body-limit", limit, "--memory", 9 - limit)
     bomb = gzip.compress(b" " * (200 << 20), 6)
     answer = gateway.post("/scored_data", bomb, Content_Encoding="gzip")
     assert answer.status == 413

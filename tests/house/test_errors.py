@@ -511,12 +511,10 @@ def test_a_dead_consumer_is_not_said_to_hold_anything(ends: Ends, spawn: Spawner
     assert "ack()" not in message
 
 
-_READ_FROM_THE_BUS = ("paused", "policy_version", "cache_salt", "groups_dropped")
-
-
 def test_a_closed_producer_refuses_everything_but_its_counts(ends: Ends) -> None:
     producer = ends.producer
     producer.close()
+    ends.bus.close()
     uses: list[Callable[[], Any]] = [
         lambda: producer.put("a", group_size=1, index=0),
         lambda: producer.put_many([{"instance_id": "a", "group_size": 1, "index": 0}]),
@@ -526,16 +524,12 @@ def test_a_closed_producer_refuses_everything_but_its_counts(ends: Ends) -> None
         producer.next_round,
         producer.pressure,
         lambda: producer.version_of("http://127.0.0.1:8000"),
-        lambda: producer.requests.next(0),
-        *(lambda name=name: getattr(producer, name) for name in _READ_FROM_THE_BUS),
+        *(partial(getattr, producer, each) for each in ("paused", "policy_version", "cache_salt")),
+        *(partial(getattr, ends.bus, each) for each in ("paused", "policy_version", "schema")),
     ]
     for use in uses:
         with pytest.raises(shmbus.BusClosedError, match="closed; make a new one"):
             use()
-    ends.bus.close()
-    for name in ("schema", "paused", "policy_version"):
-        with pytest.raises(shmbus.BusClosedError, match="closed; "):
-            getattr(ends.bus, name)
     assert producer.closed
     assert producer.stats().committed == 1
     assert "closed" in repr(producer)

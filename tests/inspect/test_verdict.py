@@ -113,30 +113,26 @@ def test_who_took_a_request_is_waited_for() -> None:
     assert waiting_for([group("a", cell(0, 1), asked, size=2)]) == [7]
 
 
-def test_a_watcher_tells_that_nothing_moves(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name):
-        producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
-        watcher = Watcher(bus_name, groups=10)
-        watcher.poll()
-        first = watcher.still_s
-        wait_until(lambda: watcher.poll() or watcher.still_s > first, what="time in which it stood")
-        assert watcher.idle_s.keys() == {1}
-
-
-def test_a_bus_whose_samples_all_wait_for_a_judge_blames_no_producer(bus_name: str) -> None:
+def test_a_watcher_tells_that_nothing_moves_and_blames_no_producer_for_a_slow_judge(
+    bus_name: str,
+) -> None:
     with (
         Bus.create(bus_name, "1MiB"),
         Producer(bus_name) as producer,
         Consumer(bus_name, label="judge.py") as consumer,
     ):
-        producer.put("q", group_size=1, index=0, tokens=[1])
-        held = consumer.take(1, 10)
+        producer.put("q", group_size=1, index=0, score=1.0, tokens=[1])
+        (held,) = consumer.take(1, 10)
+        watcher = Watcher(bus_name, groups=10)
+        watcher.poll()
+        first = watcher.still_s
+        wait_until(lambda: watcher.poll() or watcher.still_s > first, what="time in which it stood")
+        assert watcher.idle_s.keys() == {1}
         for still_s, level in ((61.0, "note"), (700.0, "trouble")):
-            found = read_status(bus_name, still_s=still_s).verdict
-            assert found is not None
-            assert (found.level, [each.kind for each in found.findings]) == (level, ["still"])
+            found = judge(read_status(bus_name), still_s=still_s)
+            assert (found.level, found.findings[0].kind) == (level, "still")
             assert found.findings[0].who == [f"judge.py (pid {os.getpid()})"]
-        held[0].ack()
+        held.ack()
 
 
 @pytest.mark.parametrize("with_daemon", [False, True])

@@ -2,15 +2,13 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import Daemon, wait_until
 
-from shmbus import Bus, Consumer, Producer
+from shmbus import Bus, Producer
 from trainer_adapter import OnlineDataHandler
 from trainer_adapter.losses import policy_loss
 
@@ -119,6 +117,9 @@ def test_a_trainer_evaluates_while_it_trains(
 def test_an_evaluation_says_how_many_groups_came_in_time(bus: Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1, split="own") as handler:
         assert handler.evaluate(3, timeout=0.01) == {"eval/groups": 0.0, "eval/samples": 0.0}
+        for split in (None, "train"):
+            handler.request("q", group_size=1, split=split, prompt=[1, 2])
+            assert producer.requests.next(10).split == (split or "own")
         for number in range(2):
             producer.put(number, group_size=1, index=0, score=number, split="test", tokens=[1, 2])
         figures = handler.evaluate(3, timeout=0.05, split="test")
@@ -131,13 +132,3 @@ def test_an_evaluation_says_how_many_groups_came_in_time(bus: Bus, producer: Pro
             assert group.instance_id == "test"
         assert handler.next_batch(10).instance_ids == ["own"]
         assert handler.stats().balanced
-
-
-@pytest.mark.parametrize("make", [partial(OnlineDataHandler, groups_per_batch=1), Consumer])
-def test_a_request_is_of_the_split_of_its_handle(
-    make: Callable[..., Any], bus: Bus, producer: Producer
-) -> None:
-    with make(bus.name, split="own") as handle:
-        handle.request("q", group_size=1, prompt=[1, 2])
-        handle.request("q", group_size=1, prompt=[1, 2], split="train")
-        assert sorted(producer.requests.next(10).split for _ in range(2)) == ["own", "train"]

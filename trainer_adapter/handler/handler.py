@@ -678,7 +678,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         int
             The request's number; 0 if offered before the restart.
         """
-        return self._prompts.request(instance_id, round=round, split=split, **more)
+        return self._prompts.request(instance_id, round, split, **more)
 
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
         """Keep prompts open for the workers until the prompts end.

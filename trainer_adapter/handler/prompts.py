@@ -109,12 +109,7 @@ class PromptOffers:
         self._trained_open: set[int] = set()
 
     def request(
-        self,
-        instance_id: str | int,
-        *,
-        round: int | None = None,
-        split: str | None = None,
-        **more: Any,
+        self, instance_id: str | int, round: int | None, split: str | None, **more: Any
     ) -> int:
         """Offer one group to the workers; details in `shmbus.Consumer.request`."""
         self._offers = True
