@@ -82,7 +82,7 @@ class Routes:
             return await self._recorder.calls.pass_on(request, session, asked, raw or None)
 
     async def _object(self, request: web.BaseRequest) -> dict[str, Any]:
-        async with self._recorder.body(request) as raw:
+        async with self._recorder.body(request, free=limits.FREE_BODY) as raw:
             try:
                 # Python's own reader accepts NaN; the score check then refuses it by name.
                 found = json.loads(raw or b"{}")

@@ -522,7 +522,6 @@ def test_a_closed_producer_refuses_everything_but_its_counts(ends: Ends) -> None
         lambda: producer.aput("a", group_size=1, index=0).send(None),
         lambda: producer.fail("a", 0, "x"),
         producer.next_round,
-        producer.pressure,
         lambda: producer.version_of("http://127.0.0.1:8000"),
         *(partial(getattr, producer, each) for each in ("paused", "policy_version", "cache_salt")),
         *(partial(getattr, ends.bus, each) for each in ("paused", "policy_version", "schema")),

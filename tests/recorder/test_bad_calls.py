@@ -176,15 +176,19 @@ def test_an_odd_body_is_400(body: Any, status: int, code: str, session: shmbus.S
 
 def test_a_body_beyond_the_memory_is_413_and_beside_other_sessions_503(scene: Scene) -> None:
     recorder = scene.start_recorder(scene.engine, memory=24 << 10)
-    session, other = scene.open(), scene.open()
+    session = scene.open()
     answer = call(session, {**CALL, "pad": "x" * 5000})
     assert refused(answer) == (413, "body_limit") and "--memory" in str(answer[1])
-    body = {"model": "m", "input": "x" * 3000}
-    assert call(other, body, "responses")[0] == 200
-    assert refused(call(other, body, "responses")) == (413, "body_limit")
+    scene.feeder.request("other", group_size=1, prompt=[1])
+    _, other = ask(f"{recorder.url}/sessions", {"timeout": 30})
+    asked, key = f"{recorder.url}/v1/responses", other["api_key"]
+    assert ask(asked, {"model": "m", "input": "x" * 3000}, key)[0] == 200
+    while ask(asked, {"model": "m", "input": "x"}, key)[0] == 200:
+        pass
+    assert refused(ask(asked, {"model": "m", "input": "x"}, key)) == (413, "body_limit")
     assert refused(call(session, {**CALL, "pad": "x" * 3000})) == (503, "memory")
     assert recorder.body_bytes == 0
-    other.release()
+    assert ask(f"{recorder.url}/session/score", {"score": 1.0}, key)[0] == 200
     wait_until(lambda: len(recorder.sessions) == 1)
     chat(session, [user("hello")])
     session.release()
