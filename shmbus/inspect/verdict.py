@@ -28,7 +28,7 @@ from shmbus.data.status_types import (
     Verdict,
 )
 from shmbus.inspect.who_is_missing import waiting_for
-from shmbus.segment.explain import DAEMON_LABEL
+from shmbus.segment.explain import DAEMON_LABEL, RELAY_LABEL
 from shmbus.segment.fleet_note import ASLEEP_REASON
 
 #: Seconds without movement after which a bus with open work stands still.
@@ -266,16 +266,17 @@ def _nobody_reads(status: BusStatus) -> Finding:
     collector = status.collector
     # A closed collector removes its pid from the segment.
     last = f"; the last was {_collector_name(status)}, which died" if collector.pid else ""
-    is_daemon = collector.label == DAEMON_LABEL
+    again = {
+        DAEMON_LABEL: f"`shmbus serve {status.name}`; producers and trainers go on by themselves",
+        RELAY_LABEL: f"`shmbus relay {status.name} --trainer NAME` again, on any node",
+    }
     waits = _what_waits(status)
     return Finding(
         kind="nobody_reads",
         cost=0.95 if waits or collector.pid else 0.2,
         what=f"Nobody reads the bus{last}",
         cause=waits,
-        advice=f"start `shmbus serve {status.name}`; producers and trainers go on by themselves"
-        if is_daemon
-        else "start the trainer, or `shmbus serve`",
+        advice=f"start {again.get(collector.label, 'the trainer, or `shmbus serve`')}",
     )
 
 
