@@ -171,6 +171,8 @@ def check_path(name: str, value: object) -> None:
     """Check a path: a str or an `os.PathLike`."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name}: expected a path, got {type(value).__name__}")
+    if not os.fspath(value):
+        raise ValueError(f"{name}: expected a path, got {value!r}; '.' is the working directory")
 
 
 def check_text(name: str, value: object) -> None:

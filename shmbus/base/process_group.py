@@ -1,4 +1,4 @@
-"""A command in a session of its own, which ends with the holder of the pipe's other end.
+"""A command in a session of its own, which ends with its parent, or at the end of a pipe.
 
 ``python -m shmbus.base.process_group DESCRIPTOR COMMAND...``: a trainer's death, also by SIGKILL,
 ends the server and all processes of the server.
@@ -24,12 +24,13 @@ ASK_S: Final = 0.2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command until its end, or until the pipe's other end closes."""
+    """Run a command until its end, its parent's end, or until the pipe's other end closes."""
     descriptor, *command = sys.argv[1:] if arguments is None else arguments
+    parent = os.getppid()  # its forked children hold the pipe, too
     process = subprocess.Popen(command, start_new_session=True)
     with selectors.DefaultSelector() as ready:
         ready.register(int(descriptor), selectors.EVENT_READ)
-        while process.poll() is None and not ready.select(ASK_S):
+        while process.poll() is None and os.getppid() == parent and not ready.select(ASK_S):
             pass
     _end(process)  # also processes left by an ended command
     return process.returncode

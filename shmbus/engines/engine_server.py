@@ -190,14 +190,15 @@ class HttpServer(ClosedByAsyncWith):
                     raw += part
         except asyncio.TimeoutError as error:
             raise EngineError(
-                self.address, step, None, f"nothing within {timeout:g} s", advice
+                self.address, step, None, f"nothing within {timeout:g} s", AGAIN
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, aiohttp.ClientConnectorError) and isinstance(
                 error.os_error, ConnectionRefusedError
             )
             gone = refused or not await self._listens()
-            advice = _NOBODY if gone else advice
+            # A missing option or route has an answer.
+            advice = _NOBODY if gone else AGAIN
             said = self._without_keys(str(error) or repr(error))
             cause = None if refused else error  # the text already explains a refusal
             raise EngineError(self.address, step, None, said, advice, gone=gone) from cause
@@ -313,21 +314,26 @@ def _is_host(parts: SplitResult) -> bool:
 
 
 def _checked_headers(headers: object) -> dict[str, str]:
-    if headers is None:
-        return {}
-    if not isinstance(headers, Mapping):
-        raise TypeError(f"headers: expected texts by name, got {type(headers).__name__}")
-    checked: dict[str, str] = {}
-    for name, value in headers.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"headers: expected texts by name, got {type(value).__name__} {name!r}")
+    checked = checked_texts("headers", headers)
+    for name, value in checked.items():
         if not name or not name.isascii() or any(c <= " " or c == ":" for c in name):
             raise ValueError(f"headers: expected a header's name, got {name!r}")
         if any(c in value for c in "\r\n\0"):
             # The value is usually a secret.
             raise ValueError(f"headers: expected one line of text for {name!r}")
-        checked[name] = value
     return checked
+
+
+def checked_texts(what: str, given: object) -> dict[str, str]:
+    """Return a copy of texts by name, which errors never show; None means none."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what}: expected texts by name, got {type(given).__name__}")
+    for name, value in given.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"{what}: expected texts by name, got {type(value).__name__} {name!r}")
+    return dict(given)
 
 
 class Addressed(Protocol):

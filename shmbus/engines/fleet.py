@@ -34,7 +34,7 @@ from typing import Any, Final, Protocol, TypeAlias
 import msgspec
 
 import shmbus
-from shmbus.base.arguments import check_choice, check_flag, check_int
+from shmbus.base.arguments import check_choice, check_flag, check_int, check_path
 from shmbus.base.closing import ClosedByAsyncWith
 from shmbus.engines.engine_server import (
     WAKE,
@@ -367,6 +367,7 @@ class EngineFleet(ClosedByAsyncWith):
         UpdateReport
             At least `quorum` servers report the version.
         """
+        check_path("directory", directory)
         async with self._busy:
             return await to_the_end(self._reload(Path(directory)), shmbus.ShmbusError)
 
@@ -1041,10 +1042,11 @@ class EngineFleet(ClosedByAsyncWith):
         """Run an update's steps at every server; roll back if too few took it."""
         pairs = list(zip(servers, report.servers, strict=True))
         torn = [pair for pair in pairs if pair[1].state in ("paused", "asleep")]
+        kept = "paused and sleeping servers stay so" if torn else "the old weights are in force"
         ready = await self._each(pairs, prepare)
         if not ready and not quorum:
             return
-        self._require(ready, report, quorum, "nothing was touched, the old weights are in force")
+        self._require(ready, report, quorum, f"nothing was touched, {kept}")
         self._note.write(
             PauseNotice(
                 pid=os.getpid(),
@@ -1066,7 +1068,7 @@ class EngineFleet(ClosedByAsyncWith):
                 whole = [each for each in untouched if each not in torn]
                 await self._each(aside + whole, self._resume)
                 self._clear(report)
-                self._require(untouched, report, quorum, "the old weights are in force")
+                self._require(untouched, report, quorum, kept)
             loaded = await self._each(untouched, load)
             behind = [pair for pair in untouched if pair not in loaded]
             if len(loaded) < quorum:

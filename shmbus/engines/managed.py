@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
+from shmbus.base.arguments import check_path, check_text
 from shmbus.base.programs import program
-from shmbus.engines.engine_server import HttpServer, PauseMode, checked_timeout
+from shmbus.engines.engine_server import HttpServer, PauseMode, checked_texts, checked_timeout
 from shmbus.engines.results import EngineError
 
 #: Placeholder of the checkpoint's directory in a command line.
@@ -82,14 +83,19 @@ class ManagedServer(HttpServer):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(url, headers=headers)
-        if isinstance(command, str) or any(not isinstance(word, str) for word in command):
+        listed = isinstance(command, (list, tuple))
+        if not listed or any(not isinstance(word, str) for word in command):
             raise TypeError(f"command: expected a list of words, got {command!r}")
         if not any(CHECKPOINT in word for word in command):
             raise ValueError(f"command: expected {CHECKPOINT} where the checkpoint's path belongs")
+        check_path("checkpoint", checkpoint)
+        check_text("health", health)
+        if not health.startswith("/"):
+            raise ValueError(f"health: expected a path such as '/health', got {health!r}")
         self._command = [*command]
         self._checkpoint = str(checkpoint)
         self._health = health
-        self._environment = dict(environment or {})
+        self._environment = checked_texts("environment", environment)
         self._start_timeout = checked_timeout(start_timeout)
         self._process: subprocess.Popen[bytes] | None = None
         self._ours = -1

@@ -42,6 +42,7 @@ class Bodies:
 
     def __init__(self, limit: int, memory: int) -> None:
         self._limit = min(limit, memory)
+        self._option = "--body-limit" if limit <= memory else "--memory"
         self._memory = memory
         #: Reserved bytes, and bodies that wait for room.
         self.used = self.waiting = 0
@@ -52,7 +53,7 @@ class Bodies:
     async def large(self, request: web.BaseRequest, deadline_s: float) -> AsyncIterator[bytearray]:
         """Yield a body with groups, counted in the budget; wait for room until `deadline_s`."""
         _require_json(request)
-        reader = BodyReader(request, self._limit)
+        reader = BodyReader(request, self._limit, self._option)
         reserved = reader.most
         await self._reserve(reserved, deadline_s)
         try:

@@ -792,7 +792,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         group_size: int,
         need: int | None = None,
         round: int | None = None,
-        split: str = TRAIN,
+        split: str | None = None,
         priority: int = 0,
         meta: Any = None,
         timeout: float | None = None,
@@ -807,7 +807,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
         Parameters
         ----------
         instance_id, group_size, need, round, split, priority, meta, timeout : object
-            As for `Feeder.request`.
+            As for `Feeder.request`; the split is this Consumer's by default.
         **prompt : array
             The prompt, as for `Feeder.request`; checked by the Consumer's `prompt_schema`, if
             given.
@@ -829,7 +829,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             group_size=group_size,
             need=need,
             round=round,
-            split=split,
+            split=self._options.split if split is None else split,
             priority=priority,
             meta=meta,
             timeout=timeout,
@@ -857,7 +857,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
 
     def count_open_requests(
         self,
-        split: str = "train",
+        split: str | None = None,
         *,
         without: Mapping[tuple[str, int | None, str], int] | None = None,
     ) -> int:
@@ -865,7 +865,8 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
 
         Parameters
         ----------
-        split : str
+        split : str, optional
+            By default this Consumer's.
         without : mapping of (str, int | None, str) to int, optional
             Number of requests to leave out, by instance id, round and split.
 
@@ -879,6 +880,7 @@ class Consumer(_core.ConsumerBase[Group], ClosedByAnyWith):
             The consumer is closed, or was made before a fork.
         """
         with self._lock:
+            split = self._options.split if split is None else split
             return self._updated_keys().count(split, without or {})
 
     def _updated_keys(self) -> OpenKeys:

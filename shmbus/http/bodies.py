@@ -35,12 +35,15 @@ _PIECE: Final = 1 << 20
 
 
 class BodyReader:
-    """Reads a body of at most `limit` bytes, inflated; a too large length is refused at once."""
+    """Reads a body of at most `limit` bytes, inflated; a too large length is refused at once.
 
-    def __init__(self, request: web.BaseRequest, limit: int) -> None:
+    `option` names the server's option that raises the limit.
+    """
+
+    def __init__(self, request: web.BaseRequest, limit: int, option: str = "--body-limit") -> None:
         self._request = request
         self._content = request.content
-        self._limit = limit
+        self._limit, self._option = limit, option
         self._inflate = _inflater_of(request)
         length = request.content_length
         if length is not None and length > limit:
@@ -66,10 +69,10 @@ class BodyReader:
         try:
             async for data in self._content.iter_any():
                 for part in (data,) if self._inflate is None else self._inflate.feed(data):
+                    if len(raw) + len(part) > self._limit:
+                        raise self._too_large(len(raw) + len(part))
                     take(len(part))
                     raw += part
-                    if len(raw) > self._limit:
-                        raise self._too_large(len(raw))
                     if len(part) == _PIECE:
                         await asyncio.sleep(0)
         finally:
@@ -118,7 +121,7 @@ class BodyReader:
         return Refusal(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"expected a body of at most {self._limit} bytes, got {length} or more; send less at "
-            "once, or start the server with more --body-limit",
+            f"once, or start the server with more {self._option}",
             code="body_limit",
             close=True,
         )

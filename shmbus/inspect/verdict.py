@@ -28,7 +28,7 @@ from shmbus.data.status_types import (
     Verdict,
 )
 from shmbus.inspect.who_is_missing import waiting_for
-from shmbus.segment.explain import DAEMON_LABEL
+from shmbus.segment.explain import DAEMON_LABEL, RELAY_LABEL
 from shmbus.segment.fleet_note import ASLEEP_REASON
 
 #: Seconds without movement after which a bus with open work stands still.
@@ -266,16 +266,17 @@ def _nobody_reads(status: BusStatus) -> Finding:
     collector = status.collector
     # A closed collector removes its pid from the segment.
     last = f"; the last was {_collector_name(status)}, which died" if collector.pid else ""
-    is_daemon = collector.label == DAEMON_LABEL
+    again = {
+        DAEMON_LABEL: f"`shmbus serve {status.name}`; producers and trainers go on by themselves",
+        RELAY_LABEL: f"`shmbus relay {status.name} --trainer NAME` again, on any node",
+    }
     waits = _what_waits(status)
     return Finding(
         kind="nobody_reads",
         cost=0.95 if waits or collector.pid else 0.2,
         what=f"Nobody reads the bus{last}",
         cause=waits,
-        advice=f"start `shmbus serve {status.name}`; producers and trainers go on by themselves"
-        if is_daemon
-        else "start the trainer, or `shmbus serve`",
+        advice=f"start {again.get(collector.label, 'the trainer, or `shmbus serve`')}",
     )
 
 
@@ -420,14 +421,24 @@ def _asleep(status: BusStatus, wants: str) -> Iterator[Finding]:
 def _stillness(status: BusStatus, still_s: float | None) -> Iterator[Finding]:
     if still_s is None or still_s < STILL_S or not status.in_use or _busy(status):
         return
-    alive = _alive(status)
+    undelivered, leased = status.ledger.undelivered, status.ledger.leased
+    cost = 0.7 if undelivered else 0.3
+    who: list[str] = []
+    cause = f"{several(_alive(status), 'producer')} and "
+    cause += f"{'a collector' if status.collector.alive else 'no collector'} are there"
+    advice = "see what the producers do; `py-spy dump --pid` shows it"
+    if leased and leased == undelivered and not _who_waits(status):
+        # A step, a judge or an annotator may take so long.
+        cost = cost if still_s >= _STUCK_S else _WARNING - 0.05
+        cause, who = _holder(status)
+        advice = "see what its step, judge or annotator does; `py-spy dump --pid` shows it"
     yield Finding(
         kind="still",
-        cost=0.7 if status.ledger.undelivered else 0.3,
+        cost=cost,
         what=f"Nothing has moved for {show_duration(still_s)}",
-        cause=f"{several(alive, 'producer')} and "
-        f"{'a collector' if status.collector.alive else 'no collector'} are there",
-        advice="see what the producers do; `py-spy dump --pid` shows it",
+        cause=cause,
+        advice=advice,
+        who=who,
     )
 
 
@@ -909,8 +920,9 @@ def _waiting(status: BusStatus, groups: Sequence[GroupCells], wants: str) -> lis
 def _all_is_well(status: BusStatus) -> str:
     alive = _alive(status)
     ledger = status.ledger
+    held = f"; {_holder(status)[0]}" if ledger.leased else ""
     return (
         f"Nothing stands in the way: {several(alive, 'producer')}, "
-        f"{several(ledger.undelivered, 'trajectory')} not delivered, "
-        f"{show_count(ledger.acknowledged)} trained on."
+        f"{several(ledger.undelivered, 'trajectory')} not trained on yet, "
+        f"{show_count(ledger.acknowledged)} trained on{held}."
     )

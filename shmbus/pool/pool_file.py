@@ -44,6 +44,18 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     patch_bytes: int | str = 0
 
 
+def sizes_of(spec: PoolSpec) -> dict[str, int]:
+    """Check a pool's sizes; return the sizes in the order of the core's arguments."""
+    if not isinstance(spec, PoolSpec):
+        raise TypeError(f"spec: expected a PoolSpec, got {type(spec).__name__}")
+    slots = check_int("slots", spec.slots, 1, _core.POOL_MAX_SLOTS)
+    most = slots if spec.max_slots is None else spec.max_slots
+    sizes = {"slots": slots, "max_slots": check_int("max_slots", most, 1, _core.POOL_MAX_SLOTS)}
+    for name in ("slot_bytes", "meta_bytes", "block_bytes", "patch_bytes"):
+        sizes[name] = check_bytes(name, getattr(spec, name))
+    return sizes
+
+
 def companion_of(bus: str, kind: str) -> Companion[_core.SlotPool]:
     """Return the creator and opener of a pool's file."""
     return Companion(
@@ -70,24 +82,9 @@ def create_pool(bus: str, kind: str, spec: PoolSpec) -> None:
 def create_handle(bus: str, kind: str, spec: PoolSpec) -> _core.SlotPool:
     """Create a pool and return a handle without a role."""
     companion = companion_of(bus, kind)
-    if not isinstance(spec, PoolSpec):
-        raise TypeError(f"spec: expected a PoolSpec, got {type(spec).__name__}")
-    slots = check_int("slots", spec.slots, 1, _core.POOL_MAX_SLOTS)
-    most = slots
-    if spec.max_slots is not None:
-        most = check_int("max_slots", spec.max_slots, 1, _core.POOL_MAX_SLOTS)
-    slot_bytes = check_bytes("slot_bytes", spec.slot_bytes)
-    patch_bytes = check_bytes("patch_bytes", spec.patch_bytes)
-    return companion.create(
-        f"{bus}:{kind}",
-        (slot_bytes + patch_bytes) * slots,
-        slots,
-        most,
-        slot_bytes,
-        check_bytes("meta_bytes", spec.meta_bytes),
-        check_bytes("block_bytes", spec.block_bytes),
-        patch_bytes,
-    )
+    sizes = sizes_of(spec)
+    first_bytes = (sizes["slot_bytes"] + sizes["patch_bytes"]) * sizes["slots"]
+    return companion.create(f"{bus}:{kind}", first_bytes, *sizes.values())
 
 
 def open_pool(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -38,6 +38,7 @@ from shmbus.pool.pool_file import (
     identity_of,
     open_pool,
     pool_path,
+    sizes_of,
     unlink_pool,
 )
 from shmbus.pool.pool_status import describe_holders, status_of_pool
@@ -51,6 +52,7 @@ def attach(
 ) -> tuple[_core.SlotPool, bool]:
     """Open or create a pool; return the pool, and True for a new file."""
     deadline = time.monotonic() + timeout
+    sizes = None if spec is None else sizes_of(spec)
     while True:
         try:
             pool = open_pool(bus, kind)
@@ -67,33 +69,31 @@ def attach(
                 ) from None
             time.sleep(SLICE_S)
             continue
-        if rank or spec is None or _is_enough(pool, spec):
+        small = [] if rank or sizes is None else shortages(pool, sizes)
+        if not small:
             return pool, False
-        _remove_small(bus, kind, pool, spec)
+        _remove_small(bus, kind, pool, small)
 
 
-def _is_enough(pool: _core.SlotPool, spec: PoolSpec) -> bool:
-    most = spec.slots if spec.max_slots is None else spec.max_slots
-    return (
-        pool.slot_bytes >= check_bytes("slot_bytes", spec.slot_bytes)
-        and pool.meta_bytes >= check_bytes("meta_bytes", spec.meta_bytes)
-        and pool.patch_bytes >= check_bytes("patch_bytes", spec.patch_bytes)
-        and pool.max_slots >= most
-    )
+def shortages(pool: _core.SlotPool, sizes: Mapping[str, int]) -> list[str]:
+    """Name a pool's sizes below the wanted sizes."""
+    return [
+        f"{name} is {found}, expected {sizes[name]}"
+        for name in ("slot_bytes", "meta_bytes", "patch_bytes", "max_slots")
+        if (found := getattr(pool, name)) < sizes[name]
+    ]
 
 
-def _remove_small(bus: str, kind: str, pool: _core.SlotPool, spec: PoolSpec) -> None:
+def _remove_small(bus: str, kind: str, pool: _core.SlotPool, small: list[str]) -> None:
     """Remove a pool of insufficient size, unless a living process takes part."""
     status = status_of_pool(bus, kind, pool)
     users = [f"rank {rank.rank} (pid {rank.pid})" for rank in status.ranks if rank.state == "alive"]
     users += [f"{it.label} (pid {it.pid})" for it in status.readers if it.state == "alive"]
-    slot_bytes, max_slots = pool.slot_bytes, pool.max_slots
     pool.close()
     if users:
         raise BusBusyError(
-            f"pool {kind!r} of bus {bus!r} is too small: {max_slots} slots of {slot_bytes} bytes, "
-            f"expected {spec.slots} of {spec.slot_bytes}; {', '.join(users[:4])} use it. Close "
-            "those, or publish under another name"
+            f"pool {kind!r} of bus {bus!r} is too small: {'; '.join(small)}; "
+            f"{', '.join(users[:4])} use it. Close those, or publish under another name"
         )
     with contextlib.suppress(errors.BusNotFoundError):  # a concurrent process removed it first
         unlink_pool(bus, kind)
@@ -148,6 +148,10 @@ class PoolPublisher(_core.ClosedByBlock):
         try:
             self._identity = identity_of(self._path)
             claimed = self.pool.claim_writer(rank, label)
+            if claimed and rank == 0 and spec is not None:
+                # The pool of an earlier run may have fewer open slots.
+                while self._slots_open() < spec.slots and self._grow():
+                    pass
         except BaseException:
             # A pool created by this call is empty.
             self._identity = identity_of(self._path)
@@ -259,10 +263,12 @@ class PoolPublisher(_core.ClosedByBlock):
             deadline=time.monotonic() + self.timeout,
         )
 
+    def _slots_open(self) -> int:
+        return status_of_pool(self.bus, self.kind, self.pool).slots_open
+
     def _grow(self) -> bool:
         try:
-            slots = status_of_pool(self.bus, self.kind, self.pool).slots
-            if len(slots) < self.pool.max_slots:
+            if self._slots_open() < self.pool.max_slots:
                 companion_of(self.bus, self.kind).require_room(self.pool.slot_stride)
             return self.pool.grow()
         except OSError as error:

@@ -349,15 +349,24 @@ class Recorder:
         return put
 
     @contextlib.asynccontextmanager
-    async def body(self, request: web.BaseRequest) -> AsyncIterator[bytearray]:
-        """Read a body; its bytes count in the memory of bodies and sessions during the block."""
+    async def body(
+        self, request: web.BaseRequest, session: Session | None = None, free: int = 0
+    ) -> AsyncIterator[bytearray]:
+        """Read a body; its bytes count in the memory of bodies and sessions during the block.
+
+        A body that never fits beside its own session is too large; a body of `free` bytes fits.
+        """
         held = 0
+        own = 0 if session is None else session.nbytes
+        most = max(free, (self.settings.memory - own) // limits.BODY_PARTS)
+        more_memory = f"--memory, {limits.BODY_PARTS} times the largest body"
+        limit, option = min((self.settings.body_limit, "--body-limit"), (most, more_memory))
 
         def take(nbytes: int) -> None:
             nonlocal held
             more = nbytes * limits.BODY_PARTS
             used = self.body_bytes + self.sessions.nbytes
-            if used + more > self.settings.memory:
+            if used + more > self.settings.memory and held + more > free * limits.BODY_PARTS:
                 raise CallRefusal(
                     HTTPStatus.SERVICE_UNAVAILABLE,
                     "memory",
@@ -369,7 +378,7 @@ class Recorder:
             held += more
 
         try:
-            yield await BodyReader(request, self.settings.body_limit).read(take)
+            yield await BodyReader(request, limit, option).read(take)
         finally:
             self.body_bytes -= held
 

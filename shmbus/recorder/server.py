@@ -73,16 +73,16 @@ class Routes:
 
     async def _call(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
         self._recorder.require_wanted(session)
-        async with self._recorder.body(request) as raw:
+        async with self._recorder.body(request, session) as raw:
             return await self._recorder.calls.answer(request, session, _path_of(request), raw)
 
     async def _pass_on(self, request: web.BaseRequest, session: Session) -> web.StreamResponse:
         asked = "POST" if request.method == "POST" else "GET", _path_of(request)
-        async with self._recorder.body(request) as raw:
+        async with self._recorder.body(request, session) as raw:
             return await self._recorder.calls.pass_on(request, session, asked, raw or None)
 
     async def _object(self, request: web.BaseRequest) -> dict[str, Any]:
-        async with self._recorder.body(request) as raw:
+        async with self._recorder.body(request, free=limits.FREE_BODY) as raw:
             try:
                 # Python's own reader accepts NaN; the score check then refuses it by name.
                 found = json.loads(raw or b"{}")

@@ -15,6 +15,9 @@ DELIVER_S: Final = 300.0
 MEMORY: Final = 2 << 30
 #: Memory of a JSON body while read, sent on and translated, in parts of its own size.
 BODY_PARTS: Final = 6
+#: Bytes of a request, such as a score, that is read however full the memory is: its end of a
+#: session frees memory.
+FREE_BODY: Final = 16 << 10
 #: Sessions at once, calls of a session, and its calls at once: sub-agents, not a flood.
 MAX_SESSIONS: Final = 4096
 MAX_CALLS: Final = 1000

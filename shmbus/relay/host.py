@@ -24,6 +24,7 @@ from shmbus.base.arguments import (
     check_choice,
     check_count,
     check_flag,
+    check_path,
     check_period,
     check_seconds,
 )
@@ -273,15 +274,15 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
     return StashPolicy(**given)
 
 
-def check_keep(keep: object, sync: float, release: str) -> tuple[str, float]:
+def check_keep(keep: Any, sync: float, release: str) -> tuple[str, float]:
     """Return the directory, "" without keeping, and the seconds between two syncs."""
+    seconds = min(check_seconds("keep_sync", sync), _LONGEST_S)
     if keep is None:
-        return "", 1.0
-    if not isinstance(keep, (str, os.PathLike)):
-        raise TypeError(f"keep: expected a directory, got {type(keep).__name__}")
+        return "", seconds
+    check_path("keep", keep)
     if release != "acknowledged":
         raise ValueError('keep: expected release="acknowledged", which reports ended groups')
-    return os.path.abspath(keep), min(check_seconds("keep_sync", sync), _LONGEST_S)
+    return os.path.abspath(keep), seconds
 
 
 def check_specs(what: str, given: object) -> list[str]:

@@ -22,8 +22,9 @@ from typing import Any, Final, NamedTuple
 from shmbus import errors
 from shmbus.inspect import leftovers
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, copy_bytes
-from shmbus.pool.pool_file import pool_path
+from shmbus.pool.pool_file import pool_path, sizes_of
 from shmbus.pool.pool_status import ReaderStatus, status_of_pool
+from shmbus.pool.slot_publisher import shortages
 from shmbus.relay.distribution import count_pieces
 from shmbus.relay.messages import (
     EngineRow,
@@ -425,7 +426,7 @@ class MirrorParty:
         """Become the publisher of a large enough pool."""
         geometry = offer.geometry
         spec = _spec_of(geometry)
-        if self._publisher is not None and self._pool_is_small(geometry):
+        if self._publisher is not None and shortages(self._publisher.pool, sizes_of(spec)):
             # The trainer replaced its pool with a larger pool of the same name.
             self._leave(remove=True)
         if self._publisher is None:
@@ -436,16 +437,6 @@ class MirrorParty:
             )  # fmt: skip
             self._reader = PoolReader(self._bus, POOL_KIND, label="relay's mirror")
         self.error = ""
-
-    def _pool_is_small(self, geometry: PoolGeometry) -> bool:
-        assert self._publisher is not None
-        pool = self._publisher.pool
-        return (
-            pool.slot_bytes < geometry.slot_bytes
-            or pool.meta_bytes < geometry.meta_bytes
-            or pool.patch_bytes < geometry.patch_bytes
-            or pool.max_slots < geometry.max_slots
-        )
 
     def _finish(self, now_s: float) -> None:
         """Publish the transfer after a check of its digest."""

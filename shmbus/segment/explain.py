@@ -16,7 +16,7 @@ from shmbus import errors
 from shmbus._version import VERSION
 from shmbus.base import limits
 from shmbus.base.format import printable, several, show_count, show_duration, show_size, show_wait
-from shmbus.segment.names import SHM_DIRECTORY, bus_names, shm_path
+from shmbus.segment.names import COLUMNS_INFIX, SHM_DIRECTORY, bus_names, shm_path
 from shmbus_ext import _core
 
 #: A daemon's label as the reader of its bus.
@@ -48,11 +48,14 @@ def not_found_error(name: str, waited_s: float | None = None) -> errors.BusNotFo
     """Report a missing bus, and name the existing buses, nearly equal names first."""
     waited = "" if waited_s is None else f" after {show_wait(waited_s)} of waiting for it"
     wait = "" if waited_s is not None else " (a Producer or Consumer waits for it by wait=60.0)"
+    bus, infix, columns = name.partition(COLUMNS_INFIX)
+    make = f"create it with shmbus.Bus.create({name!r}){wait}"
+    if infix:
+        make = f"start the trainer of bus {bus!r} with shmbus.Columns for {columns}"
     return errors.BusNotFoundError(
         f"there is no bus {name!r}{waited} ({shm_path(name)} does not exist); "
-        f"{others_text(name)}; create it with shmbus.Bus.create({name!r}){wait}, "
-        f"or check the name and that both sides see the same {SHM_DIRECTORY} (containers: --ipc or "
-        "a shared mount)"
+        f"{others_text(name)}; {make}, or check the name and that both sides see the "
+        f"same {SHM_DIRECTORY} (containers: --ipc or a shared mount)"
     )
 
 

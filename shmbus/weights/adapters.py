@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from shmbus.base.arguments import check_count, check_int, check_text
+from shmbus.base.arguments import check_count, check_int, check_path, check_text
 from shmbus.errors import WeightsError
 from shmbus.segment.own_file import require_own_folder
 from shmbus.store.directory import sync
@@ -105,6 +105,7 @@ class LoraFiles:
                 f"config: expected PEFT's adapter_config.json, {', '.join(missing)} is missing; "
                 "give peft_config.to_dict(). Nothing was written"
             )
+        check_path("directory", directory)
         self._directory = Path(directory).absolute()
         self._name = name
         self._keep = check_count("keep", keep)

@@ -315,8 +315,10 @@ class WeightPublisher:
         """Announce a return to an earlier state, for example a checkpoint.
 
         The next version may carry any number. Waiting readers get it all the same. Each rank calls
-        `new_life`; a new publisher begins a life by itself.
+        `new_life`; a new publisher begins a life by itself. A closed publisher raises
+        BusClosedError.
         """
+        self._require_open()
         self.version = None
 
     def publish_async(self, version: int, *, text: str = "") -> Publication:

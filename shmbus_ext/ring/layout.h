@@ -30,7 +30,7 @@
 #endif
 
 #define SHMBUS_MAGIC UINT64_C(0x3153554253484D42) /* "BMHSBUS1" */
-#define SHMBUS_LAYOUT_VERSION 9u
+#define SHMBUS_LAYOUT_VERSION 10u
 
 /* Records start on cache lines: two records never share a line. */
 #define SHMBUS_RECORD_ALIGN 64u
@@ -61,8 +61,8 @@
 /* Random bits, enough to prevent collisions between buses of different nodes and times. */
 #define SHMBUS_IDENTITY_BYTES 16u
 /* Ancestor buses of a restored bus's records, from snapshot to snapshot. An ancestor stays until
- * the trainer has used its records: one restore, seldom two. */
-#define SHMBUS_ANCESTORS 3u
+ * the trainer has used its records: one restore, or as many as a trainer stays away for. */
+#define SHMBUS_ANCESTORS 16u
 #define SHMBUS_PAUSE_REASON_BYTES 120u
 /* A declared schema as text and sizes: 64 fields of 40 bytes of name and dtype and 8 dimensions
  * take 7 KiB. */
@@ -122,7 +122,7 @@ enum shmbus_pause { SHMBUS_RUNS = 0, SHMBUS_PAUSED = 1, SHMBUS_REMOVED = 2 };
  *    912     8  next_round       producers    producers   fetch_add: unique numbers
  *    920     8  cancelled_count  collector    producers   release / acquire: entries ever written
  *    928    16  identity         creator      anyone      before magic: random, unique to the bus
- *    944    72  ancestors        restorer     anyone      before the bus's naming; oldest first
+ *    944   384  ancestors        restorer     anyone      before the bus's naming; oldest first
  */
 struct bus_ancestor {
     uint8_t identity[SHMBUS_IDENTITY_BYTES]; /* of a bus restored from its snapshot into this bus */
@@ -198,7 +198,7 @@ struct bus_header {
     struct bus_ancestor ancestors[SHMBUS_ANCESTORS];
 };
 
-#define SHMBUS_HEADER_BYTES 1024u
+#define SHMBUS_HEADER_BYTES 1536u
 _Static_assert(sizeof(struct bus_header) <= SHMBUS_HEADER_BYTES, "the header has its place");
 _Static_assert(offsetof(struct bus_header, released) == 512, "layout");
 _Static_assert(offsetof(struct bus_header, move_from) == 672, "layout");

@@ -38,6 +38,7 @@ REFUSED: list[tuple[Call, str]] = [
         )
     ),
     (fleet(servers=[]), "ValueError: one or more"),
+    (lambda: asyncio.run(fleet()().reload(None)), "TypeError: directory: expected a path"),  # type: ignore[attr-defined]
     (
         fleet(servers=[SglangServer("http://127.0.0.1:1")], mode="wait"),
         r"ValueError: SglangServer\) has no 'wait'; it has keep, abort",

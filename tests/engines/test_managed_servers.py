@@ -76,16 +76,14 @@ async def test_it_runs_each_checkpoint_and_ends(bus: Bus, trainer: Trainer, tmp_
     assert not is_alive(pid) and not server.running
 
 
-async def test_a_dead_one_is_restarted_with_its_state(trainer: Trainer, tmp_path: Path) -> None:
+async def test_a_dead_one_is_restarted_and_catches_up_first(
+    bus: Bus, trainer: Trainer, tmp_path: Path
+) -> None:
     async with server_of(tmp_path / "latest") as server:
         os.kill(says(server.address)["pid"], signal.SIGKILL)
         await asyncio.to_thread(wait_until, lambda: not server.running)
         await server.start()
         assert says(server.address)["value"] == 1.0
-
-
-async def test_a_dead_one_catches_up_first(bus: Bus, trainer: Trainer, tmp_path: Path) -> None:
-    async with server_of(tmp_path / "latest") as server:
         fleet = EngineFleet([server], bus=bus.name, mode="abort", timeout=TIMEOUT_S)
         trainer.publish(2)
         await fleet.reload(tmp_path)
@@ -116,23 +114,37 @@ async def test_a_checkpoint_without_start_is_undone(
 def test_it_ends_with_a_process_that_is_killed(trainer: Trainer, tmp_path: Path) -> None:
     port = free_port()
     code = f"""
-import asyncio, sys
+import asyncio, os, sys, time
 from shmbus.engines import ManagedServer
 async def main():
     command = [sys.executable, {str(PROGRAM)!r}, "{{checkpoint}}", "{port}"]
     url = "http://127.0.0.1:{port}"
     async with ManagedServer(command, url=url, checkpoint={str(tmp_path / "latest")!r}):
-        print("there", flush=True)
-        await asyncio.sleep(600)
+        worker = os.fork()  # a DataLoader's, with all descriptors
+        if worker:
+            print(worker, flush=True)
+        time.sleep(600)
 asyncio.run(main())
 """
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert child.stdout is not None and child.stdout.readline() == b"there\n"
+    assert child.stdout is not None
+    worker = int(child.stdout.readline())
     pid = says(f"http://127.0.0.1:{port}")["pid"]
     child.kill()
     child.wait()
     child.stdout.close()
     wait_until(lambda: not is_alive(pid))
+    os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [
+    ("command", 5), ("command", {"{checkpoint}": 1}), ("checkpoint", None), ("checkpoint", ""),
+    ("health", None), ("health", "health"), ("environment", "A=1"), ("environment", {"A": 0}),
+])  # fmt: skip
+def test_a_wrong_argument_is_refused_before_a_start(name: str, wrong: Any) -> None:
+    given = {"command": ["serve", "{checkpoint}"], "checkpoint": "/ckpt", "url": "http://h:1"}
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+        ManagedServer(**{**given, name: wrong})
 
 
 async def test_a_start_without_patience_leaves_no_process(tmp_path: Path) -> None:

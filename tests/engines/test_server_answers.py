@@ -83,6 +83,7 @@ async def test_a_server_that_resets_connections_while_dying_is_gone(dies: bool) 
         with pytest.raises(EngineError) as raised:
             await server.paused(WAITED_S if dies else 2.0)
         assert raised.value.gone is dies
+        assert "start the server" not in raised.value.advice
         await resets
 
 

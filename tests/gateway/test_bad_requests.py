@@ -224,15 +224,16 @@ def test_requests_of_one_connection_are_answered_in_order(shared: Gateway) -> No
     assert [shared.batch()[0]["tokens"] for _ in tokens] == tokens
 
 
-def test_a_bomb_is_refused_before_it_is_inflated(gateway_of: Any) -> None:
-    gateway = gateway_of("--create", "4MiB", "--body-limit", 1, "--memory", 8)
+@pytest.mark.parametrize(("limit", "option"), [(1, "--body-limit"), (8, "--memory")])
+def test_a_bomb_is_refused_before_it_is_inflated(limit: int, option: str, gateway_of: Any) -> None:
+    gateway = gateway_of("--create", "4MiB", "--body-limit", limit, "--memory", 9 - limit)
     bomb = gzip.compress(b" " * (200 << 20), 6)
     answer = gateway.post("/scored_data", bomb, Content_Encoding="gzip")
     assert answer.status == 413
     lying = bomb[:-4] + (1000).to_bytes(4, "little")
     assert gateway.post("/scored_data", lying, Content_Encoding="gzip").status == 413
     large = gateway.ask("POST", "/scored_data", b" " * (1 << 20) + b"  ")
-    assert (large.status, "--body-limit" in large.detail) == (413, True)
+    assert (large.status, option in large.detail) == (413, True)
     status = Path(f"/proc/{gateway.child.pid}/status").read_text()
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert peak is not None

@@ -514,6 +514,7 @@ def test_a_dead_consumer_is_not_said_to_hold_anything(ends: Ends, spawn: Spawner
 def test_a_closed_producer_refuses_everything_but_its_counts(ends: Ends) -> None:
     producer = ends.producer
     producer.close()
+    ends.bus.close()
     uses: list[Callable[[], Any]] = [
         lambda: producer.put("a", group_size=1, index=0),
         lambda: producer.put_many([{"instance_id": "a", "group_size": 1, "index": 0}]),
@@ -521,6 +522,9 @@ def test_a_closed_producer_refuses_everything_but_its_counts(ends: Ends) -> None
         lambda: producer.aput("a", group_size=1, index=0).send(None),
         lambda: producer.fail("a", 0, "x"),
         producer.next_round,
+        lambda: producer.version_of("http://127.0.0.1:8000"),
+        *(partial(getattr, producer, each) for each in ("paused", "policy_version", "cache_salt")),
+        *(partial(getattr, ends.bus, each) for each in ("paused", "policy_version", "schema")),
     ]
     for use in uses:
         with pytest.raises(shmbus.BusClosedError, match="closed; make a new one"):

@@ -468,7 +468,7 @@ NOT_BACK = (
 )
 
 TABLE = [
-    Row(healthy, r"Nothing stands in the way: 1 producer,"),
+    Row(healthy, rf"Nothing stands in the way: 1 producer, .* on; {TRAINER_IS} holds 1 group for"),
     Row(rounding_clips,
         r"Engine bfloat16, trainer float32: 90% of the logprob difference is rounding, and PPO's "
         r"clip removes the gradients of \d\d% of the tokens\. Run the trainer's forward pass in "

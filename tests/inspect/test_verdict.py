@@ -1,5 +1,6 @@
 """A sentence about a bus: the bottleneck, its cause, and the remedy."""
 
+import os
 import re
 from collections.abc import Callable
 
@@ -112,14 +113,24 @@ def test_who_took_a_request_is_waited_for() -> None:
     assert waiting_for([group("a", cell(0, 1), asked, size=2)]) == [7]
 
 
-def test_a_watcher_tells_that_nothing_moves(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name):
-        producer.put("q", group_size=2, index=0, score=1.0, tokens=[1])
+def test_a_bus_that_stands_still_blames_no_producer_for_a_slow_judge(bus_name: str) -> None:
+    with (
+        Bus.create(bus_name, "1MiB"),
+        Producer(bus_name) as producer,
+        Consumer(bus_name, label="judge.py") as consumer,
+    ):
+        producer.put("q", group_size=1, index=0, score=1.0, tokens=[1])
+        (held,) = consumer.take(1, 10)
         watcher = Watcher(bus_name, groups=10)
         watcher.poll()
         first = watcher.still_s
         wait_until(lambda: watcher.poll() or watcher.still_s > first, what="time in which it stood")
         assert watcher.idle_s.keys() == {1}
+        for still_s, level in ((61.0, "note"), (700.0, "trouble")):
+            found = judge(read_status(bus_name), still_s=still_s)
+            assert (found.level, found.findings[0].kind) == (level, "still")
+            assert found.findings[0].who == [f"judge.py (pid {os.getpid()})"]
+        held.ack()
 
 
 @pytest.mark.parametrize("with_daemon", [False, True])
@@ -219,8 +230,11 @@ def test_the_command_line_says_it_too(bus_name: str) -> None:
         assert "x#." in told.out and "failed: q[0], once: boom" in told.out
         found = cli("inspect", bus_name, "--groups", "5", "--json").json()
         assert found["groups"][0]["cells"][0]["state"] == "failed"
-        status = cli("status", bus_name, "--json").json()
-        assert status["verdict"]["findings"][0]["kind"] == "nobody_reads"
+        told = cli("status", bus_name, "--json").json()
+        assert told["verdict"]["findings"][0]["kind"] == "nobody_reads"
+        status = read_status(bus_name)
+        relay = replace(status.collector, label="shmbus relay", pid=7)
+        assert "shmbus relay" in judge(replace(status, collector=relay)).findings[0].advice
 
 
 def test_failures_alike_are_one_line(bus_name: str) -> None:

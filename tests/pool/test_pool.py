@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Spawner
+from refusals import INT, let_through, of_value
 
-from shmbus import BusBusyError, DamagedError, WaitTimeoutError, errors
+from shmbus import BusBusyError, CapacityError, DamagedError, WaitTimeoutError, errors
 from shmbus.pool import (
     PoolPublisher,
     PoolReader,
@@ -21,6 +22,7 @@ from shmbus.pool import (
     unlink_pool,
 )
 from shmbus.pool.pool_file import pool_path
+from shmbus.segment import room
 from shmbus_ext import _core
 
 SIZE = 1 << 20
@@ -234,6 +236,19 @@ def test_sizes_that_make_no_pool_are_refused(options: dict[str, int], bus_name: 
     assert not Path(pool_path(bus_name, KIND)).exists()
 
 
+def test_a_pool_of_an_earlier_run_has_the_slots_asked_for(
+    bus_name: str, publishers: MakePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publishers(max_slots=4).close()
+    assert let_through(publishers, "slots", INT + of_value(0, -1, 9)) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "cgroup_limits", lambda root: [room.Limit("/x", SIZE // 2, SIZE, "")])
+        with pytest.raises(CapacityError, match="/x"):
+            publishers(slots=3)
+    publishers(slots=3)
+    assert read_pool(bus_name, KIND).slots_open == 3
+
+
 def test_a_pool_is_created_once_and_removed_once(bus_name: str) -> None:
     create_pool(bus_name, KIND, PoolSpec(slot_bytes=4096))
     with pytest.raises(errors.BusExistsError, match="exists already"):
@@ -250,7 +265,7 @@ def test_a_small_pool_is_replaced_unless_used(bus_name: str, publishers: MakePub
     assert publishers(size=2 * SIZE).pool.slot_bytes == 2 * SIZE
     with (
         PoolReader(bus_name, KIND, label="replica"),
-        pytest.raises(BusBusyError, match=r"too small: 2 slots of 2097152 bytes.*replica"),
+        pytest.raises(BusBusyError, match=r"slot_bytes is 2097152, expected 4194304.*replica"),
     ):
         publishers(size=4 * SIZE)
 

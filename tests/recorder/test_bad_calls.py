@@ -174,14 +174,24 @@ def test_an_odd_body_is_400(body: Any, status: int, code: str, session: shmbus.S
     chat(session, [user("hello")])
 
 
-def test_bodies_beyond_the_memory_of_all_are_503(scene: Scene) -> None:
-    recorder = scene.start_recorder(scene.engine, memory=6 << 10)
+def test_a_body_beyond_the_memory_is_413_and_beside_other_sessions_503(scene: Scene) -> None:
+    recorder = scene.start_recorder(scene.engine, memory=24 << 10)
     session = scene.open()
-    assert refused(call(session, {**CALL, "pad": "x" * 2000})) == (503, "memory")
-    assert recorder.body_bytes == 0
+    answer = call(session, {**CALL, "pad": "x" * 5000})
+    assert refused(answer) == (413, "body_limit") and "--memory" in str(answer[1])
+    scene.feeder.request("other", group_size=1, prompt=[1])
+    _, other = ask(f"{recorder.url}/sessions", {"timeout": 30})
+    asked, key = f"{recorder.url}/v1/responses", other["api_key"]
+    assert ask(asked, {"model": "m", "input": "x" * 3000}, key)[0] == 200
+    while ask(asked, {"model": "m", "input": "x"}, key)[0] == 200:
+        pass
+    assert refused(ask(asked, {"model": "m", "input": "x"}, key)) == (413, "body_limit")
+    assert refused(call(session, {**CALL, "pad": "x" * 3000})) == (503, "memory")
+    assert ask(f"{recorder.url}/session/score", {"score": 1.0}, key)[0] == 200
+    wait_until(lambda: len(recorder.sessions) == 1)
     chat(session, [user("hello")])
     session.release()
-    wait_until(lambda: recorder.sessions.nbytes == 0)
+    wait_until(lambda: recorder.sessions.nbytes == recorder.body_bytes == 0)
 
 
 @pytest.mark.parametrize(("limit", "calls"), [({"calls": 2}, 2), ({"tokens": 10}, 1)])

@@ -33,7 +33,7 @@ def test_what_names_no_bus_is_refused(source: Any, trainers: Any, error: type[Ex
 
 OPTIONS = POLICIES | {
     "release": CHOICE + of_type(None), "retries": of_type("retries"), "address": of_type(5),
-    "weights": of_type(1),
+    "weights": of_type(1), "keep": of_type(5, True) + of_value(""), "keep_sync": SECONDS,
 }  # fmt: skip
 
 

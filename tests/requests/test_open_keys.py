@@ -3,6 +3,7 @@
 import os
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from trainer_adapter.handler.planner import BatchPlanner
 from trainer_adapter.handler.prompts import PromptOffers
 
 PROMPT = np.arange(3, dtype=np.int32)
+OFFERED: dict[str, Any] = {"group_size": 1, "prompt": PROMPT, "timeout": 10}
 #: Offset of a chunk's first count in its first row; state of an ended row.
 BEGUN, ENDED = 96, 3
 
@@ -94,13 +96,11 @@ def test_each_prompt_of_an_earlier_life_is_passed_over_at_a_constant_cost(bus_na
 
             def pass_over(offers: PromptOffers = offers, count: int = count) -> None:
                 for number in range(count):
-                    assert (
-                        offers.request(f"q{number}", group_size=1, prompt=PROMPT, timeout=10) == 0
-                    )
+                    assert offers.request(f"q{number}", None, None, **OFFERED) == 0
 
             costs.append(instructions(pass_over) / count)
             assert consumer.count_open_requests() == 0
-            assert offers.request("q0", group_size=1, prompt=PROMPT, timeout=10) != 0
+            assert offers.request("q0", None, None, **OFFERED) != 0
             (request,) = consumer.open_requests()
             assert request == ("q0", None, "train")
             with Producer(bus_name) as producer:

@@ -128,22 +128,29 @@ def test_a_dead_buss_records_survive(bus_name: str, spawn: Spawner, tmp_path: Pa
         assert consumer.stats().balanced
 
 
-def test_snapshots_of_snapshots_change_nothing(bus_name: str, tmp_path: Path) -> None:
+def test_snapshots_of_snapshots_change_nothing_through_ten_restores(
+    bus_name: str, tmp_path: Path
+) -> None:
     with shmbus.Bus.create(bus_name, "2MiB"), shmbus.Producer(bus_name) as producer:
         fill(producer, np.random.default_rng(0), 20)
-        first = snapshot.take(bus_name, tmp_path / "1")
-    snapshot.restore(tmp_path / "1")
-    second = snapshot.take(bus_name, tmp_path / "2")
-    shmbus.unlink(bus_name)
-    snapshot.restore(tmp_path / "2", capacity="3MiB")
-    third = snapshot.take(bus_name, tmp_path / "3")
-    for each in (second, third):
-        assert each.slots == first.slots and each.released == first.released
-        assert each.records == first.records
-        assert each.next_producer_id >= first.next_producer_id
-    with shmbus.Consumer(bus_name) as consumer:
-        assert len(consumer.take(100, timeout=10)) == 20
-        assert consumer.stats().balanced
+        before = snapshot.take(bus_name, tmp_path / "0")
+    lasting: dict[str, set[bytes]] = {}
+    for number in range(10):
+        snapshot.restore(tmp_path / f"{number}", capacity="3MiB" if number % 2 else None)
+        again = snapshot.take(bus_name, tmp_path / f"again {number}")
+        assert (again.slots, again.released) == (before.slots, before.released)
+        assert again.records == before.records
+        assert again.next_producer_id >= before.next_producer_id
+        with shmbus.Producer(bus_name) as producer, shmbus.Consumer(bus_name) as consumer:
+            producer.put(number, group_size=1, index=0, tokens=[number])
+            groups = consumer.take(100, timeout=10)
+            assert len(groups) == 21 + number and consumer.stats().balanced
+            for group in groups:
+                names = consumer.lasting_names([group])
+                assert lasting.setdefault(group.instance_id, names) == names
+        before = snapshot.take(bus_name, tmp_path / f"{number + 1}")
+        shmbus.unlink(bus_name)
+    assert len(set().union(*lasting.values())) == 3 * 20 + 10
 
 
 def test_moved_stragglers_are_in_it_once(bus_name: str, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_columns_are_named_and_an_annotator_of_others_meets_no_trainer(bus: Bus)
         Annotator(bus.name, ["ref_logprobs"], wait=0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="writes: expected names of columns, got 'a b'"):
         Columns(bus.name, {"a b": "float32"})
-    with pytest.raises(shmbus.BusNotFoundError, match=r"columns\.values"):
+    with pytest.raises(shmbus.BusNotFoundError, match=r"shmbus\.Columns for values"):
         Annotator(bus.name, {"values": "float32"}, wait=0)
 
 

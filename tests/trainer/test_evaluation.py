@@ -117,6 +117,8 @@ def test_a_trainer_evaluates_while_it_trains(
 def test_an_evaluation_says_how_many_groups_came_in_time(bus: Bus, producer: Producer) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1, split="own") as handler:
         assert handler.evaluate(3, timeout=0.01) == {"eval/groups": 0.0, "eval/samples": 0.0}
+        handler.request("q", group_size=1, prompt=[1, 2])
+        assert producer.requests.next(10).split == "own"
         for number in range(2):
             producer.put(number, group_size=1, index=0, score=number, split="test", tokens=[1, 2])
         figures = handler.evaluate(3, timeout=0.05, split="test")

@@ -84,6 +84,8 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (publisher(carrier="checkpoint", directory="/tmp", digests=True), "ValueError: digests=False"),
     (publisher(carrier="memfd", digests=True), "ValueError: digests=False"),
     (publisher(carrier="memfd", keep=True), "ValueError: keep=False"),
+    (publisher(directory=""), "ValueError: directory: expected a path"),
+    (lambda g: LoraFiles("", "run1", CONFIG), "ValueError: directory: expected a path"),
     (publisher(carrier="checkpoint"), "WeightsError: no directory was given"),
     (subscriber(carrier="shm", directory="x"), "ValueError: an option of the carrier 'checkpoint'"),
     (subscriber(device="cuda:77"), "DeviceMismatchError: 'cuda:77' is not here; this process has"),

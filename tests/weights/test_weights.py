@@ -316,6 +316,7 @@ def test_what_is_closed_says_so(publishers: MakePublisher, subscriber: WeightSub
         subscriber.latest,
         lambda: publisher.publish(2),
         lambda: publisher.publish_async(2),
+        publisher.new_life,
     ):
         with pytest.raises(BusClosedError):
             call()

@@ -656,7 +656,12 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
     # -- prompts --------------------------------------------------------------------------------
 
     def request(
-        self, instance_id: str | int, *, round: int | None = None, split: str = "train", **more: Any
+        self,
+        instance_id: str | int,
+        *,
+        round: int | None = None,
+        split: str | None = None,
+        **more: Any,
     ) -> int:
         """Offer one group to the workers; details in `shmbus.Consumer.request`.
 
@@ -666,14 +671,14 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
         Parameters
         ----------
         instance_id, round, split, **more
-            As for `shmbus.Consumer.request`.
+            As for `shmbus.Consumer.request`; the split is the handler's own by default.
 
         Returns
         -------
         int
             The request's number; 0 if offered before the restart.
         """
-        return self._prompts.request(instance_id, round=round, split=split, **more)
+        return self._prompts.request(instance_id, round, split, **more)
 
     def offer(self, prompts: Any, ahead: int = 2, group_size: int = 8) -> None:
         """Keep prompts open for the workers until the prompts end.

@@ -109,10 +109,11 @@ class PromptOffers:
         self._trained_open: set[int] = set()
 
     def request(
-        self, instance_id: str | int, *, round: int | None = None, split: str = "train", **more: Any
+        self, instance_id: str | int, round: int | None, split: str | None, **more: Any
     ) -> int:
         """Offer one group to the workers; details in `shmbus.Consumer.request`."""
         self._offers = True
+        split = self._split if split is None else split
         self._requested = self._requested or split == self._split
         key = (str(instance_id), round, split)
         if self._ahead[key] > 0:

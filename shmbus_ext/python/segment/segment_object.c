@@ -455,6 +455,9 @@ static PyObject *py_segment_require_name(SegmentObject *self, PyObject *Py_UNUSE
 /* (reason, policy_version, unix_ns) of the pause, or None. */
 static PyObject *py_segment_paused(SegmentObject *self, PyObject *Py_UNUSED(ignored)) {
     struct bus_header *h = self->c.header;
+    if (!py_segment_usable(self, "handle")) {
+        return NULL;
+    }
     if (ACQUIRE(h->paused) != SHMBUS_PAUSED) {
         Py_RETURN_NONE;
     }
@@ -490,6 +493,9 @@ static PyObject *py_segment_space_wanted(SegmentObject *self, PyObject *Py_UNUSE
 }
 
 static PyObject *py_segment_get_policy_version(SegmentObject *self, void *Py_UNUSED(ignored)) {
+    if (!py_segment_usable(self, "handle")) {
+        return NULL;
+    }
     return PyLong_FromLongLong(RELAXED(self->c.header->policy_version));
 }
 
