@@ -8,8 +8,6 @@ from typing import Any
 
 from conftest import Spawner
 
-__all__ = ["count"]
-
 #: Begins each counted program: `locks()` counts the file locks asked for since the last call,
 #: `woken()` the waiters woken by rings of bells.
 _BEGIN = """

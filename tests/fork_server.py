@@ -37,8 +37,6 @@ from typing import Any, NamedTuple
 
 from shmbus import cli
 
-__all__ = ["FUNCTIONS", "TEMPLATE", "Forked", "Streams", "end_servers", "fork"]
-
 #: A request: arguments and an environment.
 REQUEST_BYTES = 1 << 20
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["FusedLayer", "FusedModel", "Shape", "checkpoint"]
-
 
 class Shape(NamedTuple):
     layers: int = 2

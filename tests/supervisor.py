@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["DEADLINE_S", "Child", "Supervisor", "deadline", "forked", "own_tmpfs", "unmount"]
-
 #: Seconds without progress after which a case fails.
 DEADLINE_S = 30.0 * float(os.environ.get("SHMBUS_TEST_PATIENCE", "1"))
 _PR_SET_PDEATHSIG = 1

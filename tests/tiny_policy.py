@@ -2,9 +2,8 @@
 
     tiny_policy.py PAGE WORDS BUS DIRECTORY [DIES_IN]
 
-The worker is a block of a documentation page (see `pages`). It answers requests with the model
-until the bus is gone, or kills itself in its rollout of the given number. Reward: the share of
-sampled tokens equal to the prompt's word. Checks for every trainer: its ledger, and its parameters.
+The worker is a block of a documentation page. It answers requests until the bus is gone, or kills
+itself in its rollout of the given number. Reward: the share of tokens equal to the prompt's word.
 """
 
 import itertools

@@ -21,8 +21,6 @@ from endings import Held, Task
 import shmbus
 from shmbus.inspect.status import read_status
 
-__all__ = ["BUS_PARTIES", "GROUPS", "Party", "all_of", "press"]
-
 CAPACITY, EXTENT_BYTES = "128KiB", 4096
 #: Samples of a group, and groups put by the peer before a life begins.
 SIZE, GROUPS = 2, 6

@@ -8,21 +8,6 @@ import itertools
 import os
 from typing import NamedTuple
 
-__all__ = [
-    "HELD",
-    "HOLDS",
-    "HOWS",
-    "LONG",
-    "OTHER_SIDES",
-    "PROGRAMS",
-    "SIGNALS",
-    "WHOS",
-    "WITH_TORCH",
-    "Cell",
-    "cells",
-    "why_not",
-]
-
 #: Whether every cell runs, each by itself.
 LONG = os.environ.get("SHMBUS_TEST_ENDS") == "all"
 

@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-__all__ = ["ENDINGS", "LIVES_ON", "STATUS", "Held", "Task", "Unforeseen"]
-
 #: Exit statuses of a life without a remaining process.
 STATUS = {
     "raise": 1,

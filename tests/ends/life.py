@@ -1,9 +1,8 @@
 """Program of a life, and of the other sides: ``main(scope)`` in a script's own names.
 
 Arguments: role ("life" or "peer"), kind of end, a seed, a directory, the life's number, the cells.
-A life opens everything and prints "holds", waits for the file "go-on-LIFE" of its directory, uses
-its holdings once more, and ends. A peer opens the possible first, prints "there", and opens the
-rest after "held" appears; it closes a part after "met" appears, and the rest at SIGTERM.
+A life opens everything, prints "holds", waits for the file "go-on-LIFE", uses its holdings once
+more, and ends. A peer prints "there", opens the rest after "held", and closes after "met".
 """
 
 import faulthandler
@@ -17,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from endings import ENDINGS, Task
-
-__all__ = ["main"]
 
 #: Seconds of a whole life, and of its wait for its test.
 LIFE_S, DEADLINE_S = 100, 110.0

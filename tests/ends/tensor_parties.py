@@ -16,8 +16,6 @@ from shmbus import BusNotFoundError, PeerGoneError, WaitTimeoutError
 from shmbus.tensors import ChannelClosedError, TensorChannel
 from shmbus.weights import ModuleSource, WeightPublisher, WeightSubscriber
 
-__all__ = ["TENSOR_PARTIES"]
-
 WAIT_S = 10.0
 ELEMENTS, SLOTS = 1000, 4
 SPECS = {"a": ("int64", (None,))}

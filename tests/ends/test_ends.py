@@ -1,9 +1,8 @@
 """After any end of a life the next lives find everything: nothing lost, nothing doubled.
 
-For each way to end and each party, two lives end in succession, holding parts of their cells; the
-third life is the test. In between, free space is overwritten. The short form runs the parties of a
-way in one process, with a selection of cells. SHMBUS_TEST_ENDS=all runs every cell of a room in
-fresh interpreters, each in separate processes.
+For each way to end and each party, two lives end in succession; the third life is the test. The
+short form runs the parties of a way in one process, with a selection of cells. SHMBUS_TEST_ENDS=all
+runs every cell of a room in fresh interpreters.
 """
 
 import json

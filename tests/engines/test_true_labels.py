@@ -1,8 +1,7 @@
 """Labels name the weights that sampled, and no prompt is read from a cache of older weights.
 
-64 requests in flight, an update after the other, and servers killed and started at any moment. An
-independent check reads each token's weights from its logprob. `SHMBUS_TEST_UPDATES` sets the number
-of updates.
+64 requests in flight, servers killed and started at any moment; each token's weights show in its
+logprob. `SHMBUS_TEST_UPDATES` sets the number of updates.
 """
 
 import asyncio

@@ -1,10 +1,9 @@
 """Engine and trainer take turns on a device: servers sleep, wake with new weights, and are whole.
 
-The small servers follow `sleep` and `wake_up` of vLLM 0.32
-(vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/v1/engine/core.py,
-vllm/v1/executor/abstract.py) and `release_memory_occupation` and `resume_memory_occupation` of
-SGLang 0.5.23 (sglang/srt/managers/scheduler_components/weight_updater.py). A wake of awake memory
-resumes vLLM with any weights, and ends SGLang.
+The small servers follow vLLM 0.32 (vllm/entrypoints/serve/dev/sleep/api_router.py,
+vllm/v1/engine/core.py) and SGLang 0.5.23
+(sglang/srt/managers/scheduler_components/weight_updater.py). A wake of awake memory resumes vLLM
+with any weights, and ends SGLang.
 """
 
 import asyncio

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["Bytes", "run"]
-
 
 class Bytes:
     """Reads an input from its front; zeros follow its end."""

@@ -1,9 +1,7 @@
 """Wrong arguments of public calls: a table and a test for each promise.
 
-- A call's argument is a parameter of the public surface. The error is TypeError, ValueError or an
-  error of `shmbus`, never an error from the inside.
-- A refusal names the option, and its message shows the value or the value's type. NumPy's and
-  torch's own error, about the ambiguous truth of an array, names no option.
+- The error is TypeError, ValueError or an error of `shmbus`, never an error from the inside.
+- A refusal names the option, and its message shows the value or the value's type.
 - A handle with refused arguments holds no bus.
 """
 

@@ -3,9 +3,8 @@
 Usage: ``python tests/interrupt/embedded.py NAME [OPERATION...]``. Prints a JSON line: the number of
 exceptions, and the faults after each. ``sweep.py`` uses further shapes.
 
-After an exception: the ledger balances; the repeated operation succeeds or reports its earlier
-success; every group is delivered once more, or was acknowledged; every lease has a holder. The
-exception and its traceback live until then, as in a notebook.
+After an exception the ledger balances; the repeated operation succeeds or reports its earlier
+success; every group is delivered once more, or was acknowledged; every lease has a holder.
 """
 
 import functools

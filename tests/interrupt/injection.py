@@ -1,11 +1,8 @@
 """Raises an exception at a chosen event of this thread: a line, a call, a return, or a call into C.
 
-A signal's handler may raise wherever the interpreter looks for signals: at a function's begin,
-after a call, at a loop's jump back. Injections cover a superset, with three exceptions. The
-interpreter never looks between the end of a `with` block and the call of its `__exit__`, nor at
-empty steps. At a constructor's return, an exception would keep the new object by the constructor's
-frame; a real exception finds the object on the caller's stack, which drops the object.
 `Injection(k)` raises once, at the k-th event inside the packages; a first run counts the events.
+They cover every place where a signal's handler may raise, and more, without: the end of a `with`
+block before `__exit__`, empty steps, and a constructor's return.
 
 Invariant: an injection changes nothing else; after its exception, or its block, tracing is off.
 """
@@ -19,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
-
-__all__ = ["Injected", "Injection", "count_events"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = tuple(f"{ROOT / name}/" for name in ("shmbus", "shmbus_ext", "trainer_adapter"))

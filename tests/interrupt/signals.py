@@ -4,12 +4,9 @@ Usage: ``python tests/interrupt/signals.py NAME COUNT [SEED [MODE...]]``. Prints
 A mode lasts for COUNT exceptions from SIGINT, Python's KeyboardInterrupt, and COUNT from SIGALRM,
 whose handler raises a different exception. Exit status 1 for any fault.
 
-In some modes a signal counts anywhere: ``embedded``, ``served`` by a daemon, two ``ranks`` of a
-daemon. There the consumer takes, acknowledges, gives back and asks for the ledger. In the remaining
-modes a signal counts, and raises, only within a certain call: ``take``, ``ack`` and ``with`` by a
-daemon, and the ``next_batch`` of a handler with prefetch: ``prefetch``, ``prefetch-served``,
-``prefetch-ranks``. In the end every group was acknowledged once, nothing remains, and no call
-failed for a different reason.
+In some modes a signal counts anywhere (``embedded``, ``served``, ``ranks``), in the others only
+within one call: ``take``, ``ack``, ``with``, and ``next_batch`` (``prefetch...``). In the end every
+group was acknowledged once, nothing remains, and no call failed for a different reason.
 """
 
 import contextlib

@@ -4,9 +4,8 @@ Usage: ``python tests/interrupt/sweep.py NAME INJECTIONS [SEED [PATH...]]``; `ma
 it. Prints a JSON line a path, with the raised exceptions and the faults, and a line of totals. Exit
 status 1 for any fault.
 
-Paths get equal parts. A round goes over each event of each operation of its path. The seed of a
-round shifts the circumstances: the samples of a group, the number of groups, and the interrupted
-calls among repetitions. A fault comes with the command that repeats its round.
+A round goes over each event of each operation of its path, in circumstances by its seed. A fault
+comes with the command that repeats its round.
 """
 
 import json

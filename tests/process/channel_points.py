@@ -1,8 +1,7 @@
 """Ends or stops a side of a channel at each of its failpoints, and checks the remains.
 
-For each point of KIND ("sender", "receiver", "resumer") a forked child runs with SHMBUS_FAILPOINT
-set, and this process is the other side. A dead side gets a successor here. Every step has to come,
-whole and in order: none twice after its acknowledgement, none left out. A line of JSON a case.
+A child of KIND ("sender", "receiver", "resumer") ends at each point, with a successor. Every step
+comes whole and in order, none twice after its acknowledgement. A line of JSON a case.
 """
 
 import contextlib

@@ -1,9 +1,7 @@
 """A death and a stop at each named point of the daemon, its ranks and a snapshot, as a program.
 
-Prints a JSON line a case. A case forks a daemon and two ranks over a small bus; a process gets its
-signal at its point. The audit then requires every group acknowledged whole, by a single rank. A
-build with SHMBUS_FAILPOINTS=1 includes the core's points. test_failpoints.py runs this program and
-judges its report.
+A case forks a daemon and two ranks; a process gets its signal at a point. The audit requires every
+group acknowledged whole, by a single rank. test_failpoints.py judges the report, a line a case.
 
 Usage: ``python daemon_points.py NAME [KIND: or part of cases' names [first]]``
 """

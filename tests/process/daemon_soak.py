@@ -1,9 +1,8 @@
 """Full load over a daemon and two ranks, under every kind of fault: prints a JSON report.
 
-Beyond the faults of soak.py for producers and the collector (here the daemon): ranks get killed,
-stopped and slowed; /dev/shm is a separate tmpfs, full for spells; processes live under different
-monotonic clocks, in their own time namespaces, as in containers; and the wall clock jumps. The
-report lists faults impossible on this machine.
+Beyond the faults of soak.py: ranks get killed, stopped and slowed; /dev/shm is full for spells;
+processes live in their own time namespaces; the wall clock jumps. The report lists faults
+impossible on this machine.
 
 Usage: ``PYTHONPATH=tests python tests/process/daemon_soak.py NAME SECONDS SEED [RESTARTS]``. A
 number of restarts ends the soak after so many kills of the daemon, each right after some training.

@@ -1,8 +1,7 @@
 """A death and a stop at each named point of the core, as a program.
 
-Prints a JSON line a case. Runs in a build with SHMBUS_FAILPOINTS=1. A case forks a process, which
-gets its signal at its point. The other side goes on, and audits the result. test_failpoints.py
-builds, runs and judges the program.
+A case forks a process, which gets its signal at its point. The other side goes on, and audits the
+result. test_failpoints.py judges the report, a line a case.
 """
 
 import contextlib

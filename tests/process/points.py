@@ -1,8 +1,7 @@
 """Named points of the daemon and its clients, at which a test kills or stops the process.
 
-The product contains none: `arm` wraps a function in the process that calls it. As for the points of
-the core (shmbus_ext/base/failpoints.h), NAME:HIT:kill or NAME:HIT:stop means SIGKILL or SIGSTOP on
-that pass, from 1. Names that are not listed here are left to the core.
+`arm` wraps a function in the process that calls it. NAME:HIT:kill or NAME:HIT:stop as for points
+of the core (shmbus_ext/base/failpoints.h), which has the names that are not listed here.
 """
 
 import functools
@@ -20,8 +19,6 @@ from shmbus.control import messages
 from shmbus.daemon import connection, leases, recovery, server, service, steps
 from shmbus.stash import collector, upkeep
 from shmbus.store import directory, parts
-
-__all__ = ["POINTS", "arm"]
 
 
 def _any(arguments: tuple[Any, ...], result: object) -> bool:

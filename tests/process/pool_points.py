@@ -1,8 +1,7 @@
 """Ends or stops a process of a slot pool at each of its failpoints, and checks the remains.
 
-For each point of KIND ("publisher", "patcher", "reader", "rank") a forked child runs with
-SHMBUS_FAILPOINT set. Then the newest version has to be whole, a successor has to publish, and every
-reader has to get it. A line of JSON a case.
+After a child's end at each point of KIND ("publisher", "patcher", "reader", "rank") the newest
+version is whole, a successor publishes, and every reader gets it. A line of JSON a case.
 """
 
 import functools

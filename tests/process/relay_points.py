@@ -1,8 +1,7 @@
 """A death of a whole relay at each named point of putting, healing and forgetting, as a program.
 
-Prints a JSON line a case. Runs in a build with SHMBUS_FAILPOINTS=1. A case forks a process with a
-relay's parties, which dies at its point, and a successor; the trainer is here, and audits the
-result. test_failpoints.py builds, runs and judges it.
+A case forks a process with a relay's parties, which dies at its point, and a successor; the trainer
+is here, and audits the result. test_failpoints.py judges the report, a line a case.
 """
 
 import threading

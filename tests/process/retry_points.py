@@ -1,8 +1,7 @@
 """A death and a stop during the repetition of failed samples, as a program.
 
-Prints a JSON line a case, like failpoints.py, for the retry table. The signal reaches the collector
-with retry requests, or the producer with a taken request. The other side and the successor complete
-every group. test_failpoints.py builds, runs and judges the program.
+The signal reaches the collector with retry requests, or the producer with a taken request; the
+other side and the successor complete every group.
 """
 
 import functools

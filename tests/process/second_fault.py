@@ -1,10 +1,9 @@
 """Pairs of faults, the second during the recovery from the first, over a whole system.
 
-The chain: engines, recorders, workers and a harness with sessions, a relay with its records on a
-small disk, a daemon, annotators, and a trainer with prefetch that resumes from checkpoints on the
-disk. A fault kills or stops a process, or fills the disk. After each pair the trainer must take a
-step. At the end every prompt was trained, once, with the tokens sampled by engines, the score of
-its agent, and the column of its annotator; no call waited beyond its timeout.
+A fault kills or stops a process (engine, recorder, worker, harness, relay, daemon, annotator,
+trainer), or fills the disk. After each pair the trainer must take a step. At the end every prompt
+was trained, once, with its engine's tokens, its agent's score and its annotator's column; no call
+waited beyond its timeout.
 
 Usage: ``PYTHONPATH=tests:tests/recorder python tests/process/second_fault.py NAME PAIRS SECONDS
 SEED``, limited by pairs and by seconds. Prints a JSON report.

@@ -1,9 +1,7 @@
 """Full load under random deaths and stops, as a program: prints a JSON report.
 
-Producers put groups of four, several under way at once; a sample's content follows from its number,
-and a consumer checks every sample. Both get killed and stopped at random, the consumer slows at
-times, and the bus is small, hence often full. A byte in shared memory for every group holds the
-progress notes of its producer and the consumer: the audit at the end needs no mortal process.
+Producers and a consumer of a small bus get killed and stopped at random; the consumer checks every
+sample. Progress notes in shared memory let the audit at the end do without a mortal process.
 
 Usage: ``PYTHONPATH=tests python tests/process/soak.py NAME SECONDS SEED [KILLS]``. A number of
 kills ends the soak after so many deaths of producers, and makes most faults such deaths.

@@ -1,12 +1,8 @@
 """A week of a run, in minutes: a whole system under a week's faults, and an exact audit.
 
-Ranks train in step as under torchrun (after a death everybody restarts from the newest checkpoint),
-with a daemon, prefetch, evaluation, weights, workers. Meanwhile: failing samples, an absent engine,
-a raising judge; workers, ranks, the daemon or everything killed; a worker or a rank stopped; the
-number of ranks changed; the bus saved, removed and restored.
-
-A checkpoint lists its model's training samples, so the audit is exact: every prompt up to the last
-position was trained once; prompts with an always failing sample were given up.
+Ranks train in step as under torchrun, with a daemon, prefetch, evaluation, weights, workers; every
+part is killed or stopped, samples fail, and the bus is saved, removed and restored. A checkpoint
+lists its model's training samples, so every prompt must have been trained once, or given up.
 
 Usage: ``PYTHONPATH=tests python tests/process/week.py NAME STEPS SEED [alone]``; ``alone`` runs one
 embedded trainer without a daemon. Prints a JSON report, and exits with 1 for any finding.

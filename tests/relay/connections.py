@@ -8,8 +8,6 @@ import msgspec
 from shmbus.relay.direct import Direct, Endpoint
 from shmbus.relay.host import HostMailbox
 
-__all__ = ["open_mailbox"]
-
 
 def open_mailbox(directory: str, address: str, host: str = "127.0.0.1") -> HostMailbox:
     """Listen at a host; return the mailbox of what comes. A later one takes the address over."""

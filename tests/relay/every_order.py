@@ -15,8 +15,6 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-__all__ = ["ASK", "DIE", "STEP", "Faults", "Found", "Part", "Said", "visit_every_order"]
-
 SOURCE = Path(__file__).with_name("every_order.c")
 PARTS = 4
 NUMBER_BITS, FOR_BITS = 22, 2

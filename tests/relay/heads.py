@@ -9,10 +9,6 @@ from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus.relay.sink import Journal
 from shmbus_ext import _core
 
-__all__ = [
-    "RecordHead", "export", "head_of", "healed", "make_origin", "pack_head", "pack_heads", "poll",
-]  # fmt: skip
-
 _ROW = struct.Struct("=32sqqqQdIHHHBBI")
 _NO_REASON = 2**32 - 1
 

@@ -14,8 +14,6 @@ from shmbus.relay.sink import Journal, Sink
 from shmbus.relay.source_party import Source
 from shmbus.stash.stash import StashPolicy
 
-__all__ = ["Plan", "PlannedSource", "System"]
-
 SINK = "trainer"
 COORDINATOR_PART, SINK_PART, FIRST_SOURCE = 0, 1, 2
 #: Of every_order: refused for ever; refused for the refuser's life.

@@ -5,8 +5,6 @@ from conftest import wait_until
 from shmbus import Bus, Consumer, Producer, Request
 from shmbus_ext import _core
 
-__all__ = ["ask", "take_all", "totals"]
-
 
 def totals(bus: Bus) -> tuple[int, ...]:
     return _core.request_totals(bus._segment)[:6]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import aiohttp
@@ -10,7 +11,7 @@ import vllm_model as tiny
 from serving import PROMPTS, Server
 
 from shmbus import Bus
-from shmbus.engines import EngineFleet, VllmDraft, VllmServer
+from shmbus.engines import EngineFleet, VllmDraft
 from shmbus.weights import ModuleSource, WeightPublisher
 
 pytest_plugins = ["vllm_fixtures"]
@@ -21,16 +22,13 @@ PROPOSED = 3
 async def accepted(server: Server) -> float:
     """Return the share of proposed tokens that the target took since the start."""
     async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as answer:
-        lines = (await answer.text()).splitlines()
-    counts = {
-        line.split("{")[0]: float(line.split()[-1])
-        for line in lines
-        if line.startswith("vllm:spec_decode_num_")
-    }
-    return (
-        counts["vllm:spec_decode_num_accepted_tokens_total"]
-        / counts["vllm:spec_decode_num_draft_tokens_total"]
-    )
+        text = await answer.text()
+
+    def count(what: str) -> float:
+        found = re.search(rf"^vllm:spec_decode_num_{what}_tokens_total\S* (\S+)$", text, re.M)
+        return float(found[1]) if found else 0.0
+
+    return count("accepted") / count("draft")
 
 
 def speculating(folder: Path) -> tuple[str, str]:
@@ -44,33 +42,23 @@ async def test_new_draft_weights_are_taken_while_the_server_generates(
     server = Server(folders[1], tmp_path / "log", 1, *speculating(folders[2]))
     try:
         await server.started()
-        with Bus.create("vllm-draft", "4MiB") as bus, Bus.create("vllm-target", "4MiB") as other:
+        with Bus.create("vllm-draft", "4MiB") as bus:
             expected = await server.greedy()
             before = await accepted(server)
             draft = tiny.build(2)
             with WeightPublisher(bus.name, ModuleSource(draft)) as publisher:
                 async with EngineFleet([VllmDraft(server.url)], bus=bus.name) as fleet:
-                    for version, seed in ((1, 0), (2, 1)):
-                        draft.load_state_dict(tiny.build(seed).state_dict())
-                        kept = asyncio.create_task(
-                            server.complete(PROMPTS[0], 200, ignore_eos=True)
-                        )
-                        await asyncio.sleep(0.5)
-                        report = await fleet.update(publisher, version)
-                        assert report.servers[0].state == "serving", report
-                        assert len(await kept) == 200
-                        assert await server.greedy() == expected
+                    draft.load_state_dict(tiny.build(1).state_dict())
+                    kept = asyncio.create_task(server.complete(PROMPTS[0], 200, ignore_eos=True))
+                    await asyncio.sleep(0.5)
+                    report = await fleet.update(publisher, 1)
+                    assert report.servers[0].state == "serving", report
+                    assert len(await kept) == 200
             assert before < 0.1
             drafted = await accepted(server)
             # Equal weights: the target takes what its draft proposes from now on.
             for _ in range(8):
                 assert await server.greedy() == expected
             assert await accepted(server) > drafted
-            target = tiny.build(2)
-            with WeightPublisher(other.name, ModuleSource(target)) as publisher:
-                async with EngineFleet([VllmServer(server.url)], bus=other.name) as fleet:
-                    report = await fleet.update(publisher, 1)
-            assert "VllmDraft" in report.servers[0].warning
-            assert await server.greedy() != expected
     finally:
         server.end()
