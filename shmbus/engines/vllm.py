@@ -292,22 +292,22 @@ class VllmDraft(VllmServer):
         if not self._drafts:
             said, advice = "no draft model has weights of its own", "see --speculative-config"
             raise EngineError(self.address, "prepare", 200, said, advice)
-        deadline = time.monotonic() + min(timeout, _PAUSE_S)
-        while await self._is_sleeping(timeout):
-            if time.monotonic() >= deadline:
-                raise EngineError(self.address, "prepare", 200, "the server sleeps", WAKE)
-            await asyncio.sleep(0.05)
+        await self._require_awake("prepare", timeout)
         await self._init({"bus": bus, "draft": True}, timeout)
         self.caution = ""
         return True
 
-    async def _is_sleeping(self, timeout: float) -> bool:
-        """Ask whether the server sleeps or pauses, which vLLM reports alike."""
-        status, text = await self.call(
-            "prepare", "GET", "/is_sleeping", timeout, advice=_SLEEP_MODE
-        )
-        # 404: a server without sleep mode.
-        return status == 200 and bool(self._object("prepare", text, AGAIN).get("is_sleeping"))
+    async def _require_awake(self, step: str, timeout: float) -> None:
+        """Wait for the end of a pause, which vLLM reports like sleep; refuse a sleeping server."""
+        deadline = time.monotonic() + min(timeout, _PAUSE_S)
+        while True:
+            status, text = await self.call(step, "GET", "/is_sleeping", timeout, advice=_SLEEP_MODE)
+            # 404: a server without sleep mode.
+            if status != 200 or not self._object(step, text, AGAIN).get("is_sleeping"):
+                return
+            if time.monotonic() >= deadline:
+                raise EngineError(self.address, step, 200, "the server sleeps", WAKE)
+            await asyncio.sleep(0.05)
 
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout: float) -> None:
         """Do nothing: a draft's load needs no pause, which belongs to the target's fleet."""
@@ -315,6 +315,7 @@ class VllmDraft(VllmServer):
     async def load(self, version: int, clear_cache: bool, timeout: float) -> None:
         """Load the version into each rank's draft model, in one call."""
         del clear_cache  # the cache holds the target's keys and values
+        await self._require_awake("update", timeout)
         call = {"method": LOAD_DRAFT, "args": [version], "timeout": timeout}
         answer = await self.post("update", "/collective_rpc", timeout, call)
         results = answer.get("results")
