@@ -1,5 +1,6 @@
 """Polls through a daemon, `take(timeout=0)`: true at once, and nobody else's loss."""
 
+import signal
 from collections.abc import Callable
 
 import numpy as np
@@ -22,13 +23,15 @@ def put(producer: Producer, key: str, index: int = 0, size: int = 1, version: in
 def test_what_was_asked_ahead_and_answered_long_ago_is_no_answer_to_a_poll(
     daemon: Served, bus_name: str
 ) -> None:
-    daemon("--capacity", "1MiB")
+    served = daemon("--capacity", "1MiB")
     with Consumer(bus_name) as consumer, Producer(bus_name) as producer:
         for number in range(16):
             put(producer, f"g{number}")
         consumer.ack(take_groups(consumer, 16))
+        served.child.send_signal(signal.SIGSTOP)  # then it answers with all of them at once
         for number in range(16, 32):
             put(producer, f"g{number}")
+        served.child.send_signal(signal.SIGCONT)
         wait_until(lambda: read_status(bus_name).ledger.in_ring == 0, what="the ring to be read")
         # The whole request, to ask for as many ahead; the daemon is empty.
         assert len(consumer.take(16, 0)) == 16

@@ -239,8 +239,12 @@ def test_a_stuck_daemon_is_told(web: Start, bus_name: str, daemon: Callable[...,
     page.until("", lambda p: p["state"] == "live", what="a live bus")
     served.child.send_signal(signal.SIGSTOP)
     try:
-        shown = page.until("", lambda p: p["state"] == "stuck", what="a stuck daemon")
-        assert f"(pid {served.child.pid}) is stopped" in shown["verdict"]["sentence"]
+        said = f"(pid {served.child.pid}) is stopped"
+        page.until(
+            "",
+            lambda p: p["state"] == "stuck" and said in p["verdict"]["sentence"],
+            what="a stopped daemon",
+        )
     finally:
         served.child.send_signal(signal.SIGCONT)
     page.until("", lambda p: p["state"] == "live", what="the daemon again")

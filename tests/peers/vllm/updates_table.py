@@ -31,6 +31,7 @@ from bench.row import Row
 from shmbus import Bus, Producer
 from shmbus.engines import EngineFleet, VllmServer
 from shmbus.weights import ModuleSource, WeightPublisher
+from shmbus.weights.rounding import Rounding
 
 PROGRAM = "tests/peers/vllm/updates_table.py"
 IN_FLIGHT = 8
@@ -184,14 +185,24 @@ async def by_updates(
     *,
     salted: bool = True,
     files: bool = False,
+    carrier: str = "auto",
+    rounding: Rounding = "nearest",
 ) -> Row:
-    """Through shared memory, or by safetensors in tmpfs, which vLLM reads again."""
+    """By a carrier; or by safetensors in tmpfs, which vLLM reads again.
+
+    With stochastic rounding the trainer has float32.
+    """
     async with begun(options, folders[1], "/dev/shm" if files else None) as (folder, bus, server):
         models = {seed: build(options, seed) for seed in (1, 2)}
         model = build(options, 1)
+        source = ModuleSource(model)
+        if rounding == "stochastic":
+            source = ModuleSource(model.float(), dtype=options.dtype, rounding=rounding)
         place = folder / "checkpoints"
-        carrier: dict[str, Any] = {"carrier": "checkpoint", "directory": place} if files else {}
-        with WeightPublisher(bus.name, ModuleSource(model), **carrier) as publisher:
+        more: dict[str, Any] = {"carrier": "checkpoint", "directory": place} if files else {}
+        if carrier == "cuda_vmm":
+            more = {"carrier": carrier, "device": options.device}
+        with WeightPublisher(bus.name, source, **more) as publisher:
             async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=600) as fleet:
 
                 async def bring(version: int) -> float:
@@ -350,6 +361,8 @@ def build(options: argparse.Namespace, seed: int) -> torch.nn.Module:
 ARMS: dict[str, tuple[str, Callable[..., Awaitable[Row]]]] = {
     "shm-salt": ("through shared memory, with salts", by_updates),
     "shm": ("through shared memory, without salts", partial(by_updates, salted=False)),
+    "stochastic": ("float32, rounded stochastically", partial(by_updates, rounding="stochastic")),
+    "cuda": ("through device memory", partial(by_updates, carrier="cuda_vmm")),
     "reload": ("reload_weights from tmpfs", partial(by_updates, files=True)),
     "nccl": ("by vLLM's NCCL backend", partial(by_vllm, backend="nccl")),
     "ipc": ("by vLLM's CUDA IPC backend", partial(by_vllm, backend="ipc")),
