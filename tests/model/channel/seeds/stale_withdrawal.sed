@@ -1,3 +1,3 @@
 # options: --scenario resume --preemptions 1 --deaths 0 --delays 0
 # A sender that takes back what is on its way goes by what it saw before it had the lock.
-s/^        counts.acked = atomic_load_explicit(&self->header->acked, memory_order_acquire);/        ;/
+s/^        counts.acked = ACQUIRE(self->header->acked);/        ;/

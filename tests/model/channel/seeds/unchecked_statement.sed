@@ -1,3 +1,3 @@
 # options: --scenario statements --preemptions 1 --deaths 0 --delays 0
 # A reader of a statement does not look whether it was replaced meanwhile.
-s/if (atomic_load_explicit(&at->version, memory_order_relaxed) != before) {/if (false) {/
+s/if (RELAXED(at->version) != before) {/if (false) {/

@@ -1,3 +1,3 @@
 # options: --scenario retry --weak --preemptions 2 --deaths 0
 # A row can be claimed before what it asks for is there.
-/^void retry_publish/,/^}/s/memory_order_release/memory_order_relaxed/
+/^void retry_publish/,/^}/s/SET_RELEASE/SET_RELAXED/

@@ -1,3 +1,3 @@
 # options: --scenario reserve --weak --preemptions 1 --deaths 0
 # A record's state says COMMITTED before its content is there.
-s/(&at->record->state, SHMBUS_COMMITTED, memory_order_release)/(\&at->record->state, SHMBUS_COMMITTED, memory_order_relaxed)/
+s/SET_RELEASE(at->record->state, SHMBUS_COMMITTED)/SET_RELAXED(at->record->state, SHMBUS_COMMITTED)/

@@ -1,3 +1,3 @@
 # options: --scenario retry --strong --preemptions 2 --deaths 0
 # A row is believed without its checksum.
-s/own.crc != entry_crc(&own) || //
+s/copy->crc == entry_crc(copy) && //
