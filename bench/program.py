@@ -74,6 +74,11 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _shown(value: object) -> str:
+    """Return an option for a kept result, without the place of this checkout."""
+    return str(value).removeprefix(f"{machine.ROOT}/")
+
+
 def finish(
     name: str, options: argparse.Namespace, facts: dict[str, Any], rows: Sequence[Row]
 ) -> int:
@@ -81,7 +86,7 @@ def finish(
     print(f"\n{table(rows)}")
     if options.tiny:
         print(f"\n{TINY}")
-    chosen = {key: str(value) for key, value in vars(options).items() if key != "output"}
+    chosen = {key: _shown(value) for key, value in vars(options).items() if key != "output"}
     result = {
         "program": name,
         "machine": facts,

@@ -1,6 +1,7 @@
 """The form of docs/gains.md counts with the figures that are kept, and counts right."""
 
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -52,3 +53,12 @@ def test_seconds_are_bytes_by_rate_and_a_link_bounds_them(said: Any) -> None:
     assert here["bytes"] == 1000 * 2048 * 9
     assert "less than 1 %" in here["verdict"]
     assert {seconds for _, seconds, _ in far["ways"]} > {1000 * 2048 * 9 / 1e7}
+
+
+def test_kept_figures_name_no_place_of_a_machine() -> None:
+    found = {
+        path.name: places
+        for path in RESULTS.glob("*.json")
+        if (places := re.findall(r'"(?:/[\w.-]+){2,}"', path.read_text()))
+    }
+    assert not found
