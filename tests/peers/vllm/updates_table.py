@@ -184,14 +184,14 @@ async def by_updates(
     expected: Any,
     *,
     salted: bool = True,
-    files: bool = False,
     carrier: str = "auto",
     rounding: Rounding = "nearest",
 ) -> Row:
-    """By a carrier; or by safetensors in tmpfs, which vLLM reads again.
+    """By a carrier; of "checkpoint" vLLM reads safetensors in tmpfs again.
 
     With stochastic rounding the trainer has float32.
     """
+    files = carrier == "checkpoint"
     async with begun(options, folders[1], "/dev/shm" if files else None) as (folder, bus, server):
         models = {seed: build(options, seed) for seed in (1, 2)}
         model = build(options, 1)
@@ -199,10 +199,10 @@ async def by_updates(
         if rounding == "stochastic":
             source = ModuleSource(model.float(), dtype=options.dtype, rounding=rounding)
         place = folder / "checkpoints"
-        more: dict[str, Any] = {"carrier": "checkpoint", "directory": place} if files else {}
+        more: dict[str, Any] = {"directory": place} if files else {}
         if carrier == "cuda_vmm":
-            more = {"carrier": carrier, "device": options.device}
-        with WeightPublisher(bus.name, source, **more) as publisher:
+            more = {"device": options.device}
+        with WeightPublisher(bus.name, source, carrier=carrier, **more) as publisher:
             async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=600) as fleet:
 
                 async def bring(version: int) -> float:
@@ -363,7 +363,7 @@ ARMS: dict[str, tuple[str, Callable[..., Awaitable[Row]]]] = {
     "shm": ("through shared memory, without salts", partial(by_updates, salted=False)),
     "stochastic": ("float32, rounded stochastically", partial(by_updates, rounding="stochastic")),
     "cuda": ("through device memory", partial(by_updates, carrier="cuda_vmm")),
-    "reload": ("reload_weights from tmpfs", partial(by_updates, files=True)),
+    "reload": ("reload_weights from tmpfs", partial(by_updates, carrier="checkpoint")),
     "nccl": ("by vLLM's NCCL backend", partial(by_vllm, backend="nccl")),
     "ipc": ("by vLLM's CUDA IPC backend", partial(by_vllm, backend="ipc")),
     "restart": ("stop and start", by_restarts),
