@@ -331,7 +331,7 @@ class VllmDraft(VllmServer):
         raise EngineError(self.address, "verify", None, "not compared", _OF_TARGET)
 
     async def settle(self, loading: bool, timeout: float) -> bool:
-        """Return False: a load is one call, which leaves nothing open."""
+        """Return False: one call loads a draft, and leaves nothing open."""
         return False
 
     async def check_sleep(self, level: int, timeout: float) -> None:

@@ -58,6 +58,7 @@ static PyObject *py_relative_scores(PyObject *Py_UNUSED(module), PyObject *args)
             out[at] /= divisor == DEVIATION_OF_GROUP ? own : deviation;
         }
     }
+    NEVER(at != samples, NULL);
     return result;
 }
 
