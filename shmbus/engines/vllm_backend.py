@@ -40,6 +40,7 @@ from shmbus.engines import rank_check
 from shmbus.engines.rank_loader import PlannedLoader, shared_parameters, tail
 from shmbus.engines.state_kinds import vllm_refusal
 from shmbus.engines.vllm_plugin import LOAD_DRAFT, VERIFY
+from shmbus.engines.vllm_share import share_engine
 from shmbus.errors import ShmbusError
 from shmbus.weights import ManifestError, Weights, WeightSubscriber
 from shmbus.weights.errors import LOAD_CODE, MANIFEST_CODE
@@ -112,6 +113,7 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
+        self._shared = share_engine(vllm_config, model)
         self._of_engine, self._of_draft = _Target(), _Target()
         self._target = self._of_engine
         self._loaders: WeakKeyDictionary[torch.nn.Module, PlannedLoader] = WeakKeyDictionary()
@@ -213,6 +215,11 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
 
     @property
     def _refusal(self) -> str:
+        if self._shared is not None:
+            return (
+                f"the server shares its parameters on bus {self._shared.bus!r}; change them there, "
+                "by EngineFleet.step"
+            )
         return vllm_refusal(self.vllm_config, on_cpu=self.device.type == "cpu")
 
     @property
@@ -293,6 +300,8 @@ class ShmbusWeightTransferEngine(WeightTransferEngine[ShmbusInitInfo, ShmbusUpda
         self._await_prepared()
         self._of_engine.close()
         self._of_draft.close()
+        if self._shared is not None:
+            self._shared.close()
 
 
 def _verify(worker: Any, asked: object) -> dict[str, Any]:

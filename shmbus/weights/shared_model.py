@@ -10,8 +10,8 @@
         with shared.reading(timeout=5.0) as version:  # one forward pass, or a whole request
             model(tokens)
 
-On a CUDA device the tensors lie in memory exported once, by either side: an engine shares with
-``writes=False``, and the trainer attaches with ``writable=True``.
+An engine may own the memory, and exports it once: it shares with ``writes=False``, and the trainer
+attaches with ``writable=True``. On a CUDA device the memory is always exported.
 
 Invariants:
 
@@ -369,7 +369,7 @@ def share_model(
         )
     manifest = Manifest.plan(source.params(), aliases=source.aliases(), slices=source.slices())
     file = SharedFile(bus)
-    arena = _arena_of(bus, device)
+    arena = _arena_of(bus, device, writes=writes)
     try:
         with file.made(manifest, version, 0 if arena is None else arena.owner):
             shared = SharedModel(file, writable=True, arena=arena)
@@ -396,18 +396,18 @@ def share_model(
         raise
 
 
-def _exported_kind(device: torch.device) -> MemoryKind | None:
-    """Return the export kind of a device's memory; None for host memory in the file."""
+def _exported_kind(device: torch.device, *, writes: bool) -> MemoryKind | None:
+    """Return the export kind of an owner's memory; None for memory in the file."""
     if device.type == "cpu":
-        return None
+        return None if writes else "memfd"
     why = refusals(device.index or 0).get("vmm", "")
     if why:
         raise WeightsError(f"one copy on {device}: {why}; publish versions instead")
     return "vmm"
 
 
-def _arena_of(bus: str, device: torch.device) -> Arena | None:
-    kind = _exported_kind(device)
+def _arena_of(bus: str, device: torch.device, *, writes: bool) -> Arena | None:
+    kind = _exported_kind(device, writes=writes)
     if kind is None:
         return None
     remove_dead_socket(KIND, bus)

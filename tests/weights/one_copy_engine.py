@@ -5,7 +5,7 @@ from multiprocessing.connection import Connection
 import torch
 from fused_model import FusedModel, Shape
 
-from shmbus.weights import Slice, share_model, shared_model
+from shmbus.weights import Slice, share_model
 
 SHAPE = Shape(
     layers=2, hidden=16, heads=4, kv_heads=2, head=4, inner=24, vocab=70, dtype=torch.float32
@@ -39,10 +39,8 @@ def score(model: FusedModel) -> float:
     return float(sum(each.double().pow(2).sum() for each in model.parameters()))
 
 
-def serve(pipe: Connection, bus: str, device: str, kind: str | None) -> None:
+def serve(pipe: Connection, bus: str, device: str) -> None:
     torch.set_num_threads(1)
-    if kind is not None:  # a device's way, in host memory
-        shared_model._exported_kind = lambda of: kind  # type: ignore[assignment, return-value]
     model = FusedModel(SHAPE, device=device)
     torch.manual_seed(1)
     for each in model.parameters():

@@ -22,8 +22,7 @@ class Engine:
     def __init__(self, bus: str, device: str) -> None:
         self.pipe: Connection
         self.pipe, there = TEMPLATE.Pipe()
-        kind = "memfd" if device == "cpu" else None
-        self.process = TEMPLATE.Process(target=serve, args=(there, bus, device, kind), daemon=True)
+        self.process = TEMPLATE.Process(target=serve, args=(there, bus, device), daemon=True)
         self.process.start()
         there.close()
         assert self.pipe.poll(120) and self.pipe.recv() == "shared"

@@ -30,7 +30,7 @@ from bench import program
 from bench.row import Row
 from shmbus import Bus, Producer
 from shmbus.engines import EngineFleet, VllmServer
-from shmbus.weights import ModuleSource, WeightPublisher
+from shmbus.weights import ModuleSource, WeightPublisher, attach_model
 from shmbus.weights.rounding import Rounding
 
 PROGRAM = "tests/peers/vllm/updates_table.py"
@@ -173,7 +173,8 @@ async def begun(
         tempfile.TemporaryDirectory(dir=memory) as name,
         Bus.create(f"vllm-table-{secrets.token_hex(3)}", "4MiB") as bus,
     ):
-        async with serving(folder, Path(name) / "log", options.tp, *OPTIONS, *more) as server:
+        way = (*OPTIONS, *(each.replace("BUS", bus.name) for each in more))
+        async with serving(folder, Path(name) / "log", options.tp, *way) as server:
             yield Path(name), bus, server
 
 
@@ -263,6 +264,28 @@ async def by_vllm(
             return time.monotonic() - began
 
         return await measure_arm(arm, server, bus, expected, options.updates, bring, salted=False)
+
+
+async def by_steps(
+    arm: Arm, options: argparse.Namespace, folders: dict[int, Path], expected: Any
+) -> Row:
+    """By steps in the server's own parameters, the only copy."""
+    share = ["--additional-config", '{"shmbus_share": "BUS"}']
+    async with begun(options, folders[1], None, *share) as (_, bus, server):
+        models = {seed: build(options, seed) for seed in (1, 2)}
+        model = build(options, 1)
+        with attach_model(bus.name, model, writable=True) as shared:
+            async with EngineFleet([VllmServer(server.url)], bus=bus.name, timeout=600) as fleet:
+
+                async def bring(version: int) -> float:
+                    new = models[1 + version % 2].state_dict()
+                    with arm.update():
+                        await fleet.step(shared, lambda: model.load_state_dict(new), version)
+                    return arm.updates[-1]
+
+                return await measure_arm(
+                    arm, server, bus, expected, options.updates, bring, salted=True
+                )
 
 
 async def order(server: Server, path: str, body: dict[str, Any] | None = None) -> None:
@@ -363,6 +386,7 @@ ARMS: dict[str, tuple[str, Callable[..., Awaitable[Row]]]] = {
     "shm": ("through shared memory, without salts", partial(by_updates, salted=False)),
     "stochastic": ("float32, rounded stochastically", partial(by_updates, rounding="stochastic")),
     "cuda": ("through device memory", partial(by_updates, carrier="cuda_vmm")),
+    "one-copy": ("in the server's own parameters", by_steps),
     "reload": ("reload_weights from tmpfs", partial(by_updates, carrier="checkpoint")),
     "nccl": ("by vLLM's NCCL backend", partial(by_vllm, backend="nccl")),
     "ipc": ("by vLLM's CUDA IPC backend", partial(by_vllm, backend="ipc")),

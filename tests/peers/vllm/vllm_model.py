@@ -37,14 +37,17 @@ def build(seed: int, shape: str = "tiny", dtype: torch.dtype = torch.float32) ->
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def save(folder: str, seed: int, shape: str = "tiny", dtype: torch.dtype = torch.float32) -> None:
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    made = Tokenizer(words)
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
-    ).save_pretrained(folder)
+
+
+def save(folder: str, seed: int, shape: str = "tiny", dtype: torch.dtype = torch.float32) -> None:
+    tokenizer().save_pretrained(folder)
     build(seed, shape, dtype).save_pretrained(folder)
 
 

@@ -1,0 +1,102 @@
+"""vLLM's own parameters as the single copy in which a trainer steps.
+
+Invariants: parameters move before vLLM compiles or captures graphs, which keep addresses; only a
+model whose every parameter vLLM computes with directly is shared, otherwise the start fails.
+
+Source: vllm/v1/worker/gpu_worker.py, vllm/model_executor/layers/linear.py and
+vllm/model_executor/layers/utils.py of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from shmbus.errors import WeightsError
+from shmbus.weights import SharedModel, Slice, share_model
+
+#: Key of vLLM's ``--additional-config``, with the bus as its value.
+SHARE: Final = "shmbus_share"
+#: Methods of vLLM's layers that compute with the parameter itself.
+_DIRECT: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+#: Limit of parameters named in a message.
+_SHOWN: Final = 4
+
+
+def share_engine(config: Any, model: torch.nn.Module) -> SharedModel | None:
+    """Share a worker's parameters on the bus of its options; return None without the option."""
+    options = config.additional_config
+    bus = options.get(SHARE) if isinstance(options, Mapping) else None
+    if bus is None:
+        return None
+    refused = _refusal(config) or _repacked(model)
+    if refused:
+        raise WeightsError(
+            f"--additional-config {SHARE}: {bus!r}: {refused}. Start the server without "
+            f"{SHARE!r}, and publish versions with WeightPublisher"
+        )
+    return share_model(bus, _parameters(model), slices=dict(_parts(model)), version=0, writes=False)
+
+
+def _refusal(config: Any) -> str:
+    """Name the option of an engine whose weights are more than one process's parameters."""
+    parallel = config.parallel_config
+    ranks = parallel.world_size * parallel.data_parallel_size
+    if ranks != 1:
+        return f"{ranks} ranks have a part of the model each, and one copy is of one process"
+    if config.model_config.enable_sleep_mode:
+        return "a sleeping server (--enable-sleep-mode) would free memory that the trainer has open"
+    if config.lora_config is not None:
+        return "LoRA (--enable-lora) wraps the parameters"
+    if config.model_config.use_mla:
+        return "multi-head latent attention computes with matrices derived from the weights"
+    return ""
+
+
+def _repacked(model: torch.nn.Module) -> str:
+    """Name the parameters of which vLLM's kernels read another form."""
+    found = []
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        # vLLM's kernels for CPUs hold packed weights in a closure.
+        packed = getattr(getattr(module, "cpu_linear", None), "__closure__", None)
+        if (method is not None and type(method).__name__ not in _DIRECT) or packed:
+            found.append(name)
+        else:
+            own = module._parameters.items()
+            found += [
+                f"{name}.{leaf}" for leaf, each in own if each is not None and not each.numel()
+            ]
+    if not found:
+        return ""
+    more = f" ({len(found)} in all)" if len(found) > _SHOWN else ""
+    return f"vLLM repacks {', '.join(found[:_SHOWN])}{more} for its kernels"
+
+
+def _parameters(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the same parameters without vLLM's buffers, which no checkpoint has."""
+    tree = torch.nn.Module()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        *path, leaf = name.split(".")
+        at = tree
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, torch.nn.Module())
+            at = at.get_submodule(part)
+        at.register_parameter(leaf, parameter)
+    return tree
+
+
+def _parts(model: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
+    """Yield the checkpoint's names of fused parameters' parts."""
+    fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, module in model.named_modules():
+        stem, _, kind = name.rpartition(".")
+        for leaf, whole in module._parameters.items() if kind in fused else ():
+            start = 0
+            for part, size in zip(fused[kind], module.output_sizes, strict=True):
+                if whole is not None:
+                    yield f"{stem}.{part}.{leaf}", Slice(f"{name}.{leaf}", 0, start, size)
+                start += size
