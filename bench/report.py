@@ -78,14 +78,14 @@ def _of(result: dict[str, Any]) -> str:
     facts = result["machine"]
     cpu = facts["cpu"].replace("(R)", "")
     on = facts.get("gpu") or f"{facts['cores']} cores of an {cpu}"
-    load = f"load {facts['load_average'][0]:.1f}"
+    load = "".join(f", load {each:.1f}" for each in facts["load_average"][:1])
     program = result["program"]
     # A kept result outlives the program: a checkout of the commit still contains the program.
     folder = RESULTS.parent
     places = (folder.parent / program, folder / program, folder / f"{program}.py")
     gone = not any(place.exists() for place in places)
     ran = f"`{program}` of commit {facts['commit'][:8]}" if gone else f"`{command(program)}`"
-    return f"{ran} on {on}, {facts['date_utc'][:10]}, {load}"
+    return f"{ran} on {on}, {facts['date_utc'][:10]}{load}"
 
 
 def _markdown(

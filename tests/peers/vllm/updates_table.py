@@ -27,6 +27,7 @@ import vllm_model as tiny
 from serving import Server, fresh_outputs, serving
 
 from bench import program
+from bench.processes import MeasurementError
 from bench.row import Row
 from shmbus import Bus, Producer
 from shmbus.engines import EngineFleet, VllmServer
@@ -248,6 +249,9 @@ async def by_vllm(
             client=clients.HTTPVLLMWeightSyncClient(server.url),
             source=base.ModuleSource(model),
         )
+        # vLLM skips the broadcasts without an error, where torch has an older NCCL than vLLM needs.
+        if backend == "nccl" and sender.model_update_group.disabled:
+            raise MeasurementError("vLLM has switched NCCL off, so no weights would travel")
 
         def send() -> None:
             if options.device.startswith("cuda:"):
