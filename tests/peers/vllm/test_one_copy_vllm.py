@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import vllm_model as tiny
-from serving import PROMPTS, Server, fresh_outputs, serving
+from serving import PROMPTS, SERVER_OPTIONS, Server, fresh_outputs, serving
 
 from shmbus import Bus, DamagedError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
@@ -20,7 +20,7 @@ pytest_plugins = ["vllm_fixtures"]
 pytestmark = pytest.mark.timeout(900)
 STEPS = int(os.environ.get("SHMBUS_TEST_UPDATES", "6"))
 SHAPE = os.environ.get("SHMBUS_TEST_SHAPE", "tiny")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if SERVER_OPTIONS else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
