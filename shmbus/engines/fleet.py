@@ -140,6 +140,8 @@ class EngineFleet(ClosedByAsyncWith):
         self._clears = clear_cache
         #: True once this fleet changed weights of servers without rows.
         self._has_changed = False
+        #: Publication that too few servers took.
+        self._refused = ""
         self._busy = OneAtATime()
         #: Error of a failed step, by the server's address.
         self._failures: dict[str, EngineError] = {}
@@ -212,6 +214,8 @@ class EngineFleet(ClosedByAsyncWith):
 
     async def catch_up(self) -> UpdateReport | None:
         """Bring the newest version to every outdated server, for example after its restart.
+
+        After an UpdateRolledBackError of this fleet: the version in force.
 
         An ended `ManagedServer` starts with its last checkpoint. Returns the report of the outdated
         servers; None without any, or before a publication. EngineError: a server stays paused with
@@ -463,7 +467,11 @@ class EngineFleet(ClosedByAsyncWith):
                 servers = [each for each in self.servers if each not in runs]
                 report = self._begin(version, before, servers)
                 report.life = self._rows.life(version)
-                await self._bring(report, servers, max(0, self.quorum - len(runs)))
+                try:
+                    await self._bring(report, servers, max(0, self.quorum - len(runs)))
+                except UpdateRolledBackError:
+                    self._refused = report.life
+                    raise
                 if wakes:
                     report.servers += [
                         ServerReport(address=each.address, version=version) for each in runs
@@ -501,11 +509,13 @@ class EngineFleet(ClosedByAsyncWith):
     async def _join(
         self, step: str, servers: Sequence[EngineServer], *, only_behind: bool = False
     ) -> UpdateReport | None:
-        """Bring the newest version to some servers; outdated servers may be gone meanwhile."""
+        """Bring the version in force to some servers; outdated servers may be gone meanwhile."""
         began = time.monotonic()
         with self._noted(step):
             await self._recover()
-            newest = await asyncio.to_thread(self._rows.newest, self.timeout)
+            newest = await asyncio.to_thread(
+                self._rows.in_force, self._said(), self._refused, self.timeout
+            )
             if newest is None:
                 return None
             with newest:
@@ -1076,6 +1086,9 @@ class EngineFleet(ClosedByAsyncWith):
             restored = await restore(behind)
             if loaded and says:  # before serving: the version salts the cache
                 say_version(self.bus, report.version)
+            elif restored and says and report.previous is not None:
+                # After an earlier refusal, the previous version may be another than the announced.
+                say_version(self.bus, report.previous)
             await self._each(aside + loaded + restored, self._resume)
         self._clear(report)
         left = [each for _, each in behind if each.state not in SETTLED]

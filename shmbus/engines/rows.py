@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shmbus import Bus, BusNotFoundError
+from shmbus import Bus, BusNotFoundError, WaitTimeoutError
 from shmbus.engines.engine_server import Addressed
 from shmbus.engines.results import EngineError, ServerReport
 from shmbus.pool.pool_status import (
@@ -127,6 +127,20 @@ class RankRows:
             return reader.latest(timeout=timeout)
         reader.close()
         return None
+
+    def in_force(self, version: int, refused: str, timeout: float) -> VersionLease | None:
+        """Lease the newest version; after a refusal of its publication, another by number."""
+        newest = self.newest(timeout)
+        if newest is None or not refused or self.life(newest.version) != refused:
+            return newest
+        reader = PoolReader(self._bus, WEIGHTS, label="fleet")
+        try:
+            found = reader.at(version)
+        except WaitTimeoutError:  # a later publication took the slot
+            reader.close()
+            return newest
+        newest.close()
+        return found
 
     def drop_others(self, servers: Sequence[Addressed]) -> None:
         """Drop the rows of dead servers outside this list: no fleet brings weights to them."""

@@ -207,3 +207,17 @@ def test_an_update_needs_no_event_loop(bus: Bus, trainer: Trainer, servers: Any)
         trainer, 3
     )
     assert report.servers[0].version == 3
+
+
+async def test_labels_stay_true_after_two_failed_updates(scene: Scene) -> None:
+    running = [scene.servers(1), scene.servers(1)]
+    async with scene.fleet(*running) as fleet:
+        await fleet.update(scene.trainer, 7)
+        for version in (8, 9):
+            await running[0].fault("update", "refuse")
+            with pytest.raises(UpdateRolledBackError) as caught:
+                await fleet.update(scene.trainer, version)
+            assert await fleet.catch_up() is None, "every server runs the version of the bus"
+            for each in running:
+                assert await each.tokens(2) == [scene.bus.policy_version] * 2
+            assert caught.value.in_force == scene.bus.policy_version == version - 1
