@@ -64,10 +64,19 @@ def add_parser(commands: Commands) -> None:
         "name", metavar="NAME[@RESOURCE]", type=_spec,
         help="the rollout workers' bus, and its nodes' resource",
     )  # fmt: skip
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--trainer", metavar="NAME[@RESOURCE]", action="append", default=[], type=_spec,
         help="a trainer's bus; once for each",
     )  # fmt: skip
+    what.add_argument("--status", action="store_true", help="show the relay, and all that it knows")
+    what.add_argument("--stop", action="store_true", help="end the relay")
+    what.add_argument(
+        "--join", action="store_true", help="take on nodes that have come, with NAME[@RESOURCE]"
+    )
+    what.add_argument(
+        "--forget", metavar="ADDRESS", help="go on without a peer whose node will not come back"
+    )
     parser.add_argument("--ray", metavar="ADDRESS", help="of the cluster (default: this node's)")
     for option, kind, meaning in _POLICY:
         type_ = seconds(endless=True) if kind == "SECONDS" else whole(0)
@@ -100,15 +109,6 @@ def add_parser(commands: Commands) -> None:
         "--keep-sync", type=seconds(), default=1.0, metavar="SECONDS",
         help="longest delay of a write to disk in seconds; 0: write before the put (default: 1)",
     )  # fmt: skip
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--status", action="store_true", help="show the relay, and all that it knows")
-    what.add_argument("--stop", action="store_true", help="end the relay")
-    what.add_argument(
-        "--join", action="store_true", help="take on nodes that have come, with NAME[@RESOURCE]"
-    )
-    what.add_argument(
-        "--forget", metavar="ADDRESS", help="go on without a peer whose node will not come back"
-    )
 
 
 def _spec(text: str) -> str:

@@ -71,6 +71,7 @@ def test_options_may_be_numbers_of_numpy_and_without_end() -> None:
         ["run1", "--trainer", "t", "--retry-timeout", "x"],
         ["run1", "--trainer", "t", "--sample-retries", "-1"],
         ["run1", "--trainer", "t", "--max-policy-lag", "1.5"],
+        ["run1", "--trainer", "t", "--status"],
     ],
 )  # fmt: skip
 def test_an_unknown_word_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
