@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -32,7 +33,7 @@ from shmbus.inspect.groups import Groups
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.verdict import producer_name
 from shmbus.inspect.who_is_missing import waiting_for
-from shmbus.segment.recorder_files import read_recorders
+from shmbus.segment.recorder_files import SessionNote, read_recorders
 from shmbus.web import settings
 
 Picture: TypeAlias = dict[str, Any]
@@ -240,16 +241,25 @@ def _agents(name: str, now_s: float) -> Picture | None:
         "drift": sum(each.drift for each in recorders),
         "engines": engines,
         "rows": {
-            f"{printable(session.instance_id)}[{session.index}]": {
+            title: {
                 "since": _since(session.age_s, now_s),
                 "turns": session.turns,
                 "tokens": session.tokens,
                 "calls": session.calls,
                 "engine": session.engine,
             }
-            for session in running[: settings.SESSIONS]
+            for title, session in _named(running[: settings.SESSIONS])
         },
     }
+
+
+def _named(sessions: Sequence[SessionNote]) -> Iterator[tuple[str, SessionNote]]:
+    """Yield sessions with distinct names: a sample may have a session in each of several rounds."""
+    seen: Counter[str] = Counter()
+    for session in sessions:
+        name = f"{printable(session.instance_id)}[{session.index}]"
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name} ({seen[name]})", session
 
 
 def _engines(status: BusStatus, now_s: float) -> Picture | None:

@@ -35,5 +35,12 @@ def test_sessions_and_engines_are_in_the_picture_of_a_bus(scene: Scene) -> None:
     session.release()
 
 
+def test_sessions_of_one_sample_in_two_rounds_have_a_row_each(scene: Scene) -> None:
+    sessions = [scene.open("q", round=round_) for round_ in (1, 2)]
+    wait_until(lambda: list(agents(scene.bus.name)["rows"]) == ["q[0]", "q[0] (2)"])
+    for session in sessions:
+        session.release()
+
+
 def test_a_bus_without_a_recorder_has_no_agents(bus: shmbus.Bus) -> None:
     assert agents(bus.name) is None
