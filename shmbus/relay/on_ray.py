@@ -332,17 +332,24 @@ def _connect(address: str | None) -> None:
     if ray.is_initialized():
         return
     named = address or os.environ.get("RAY_ADDRESS") or "auto"
+    advice = (
+        "start one by `ray start --head`, or give HOST:PORT of its head, as shmbus relay takes by "
+        "--ray"
+    )
     try:
         if named != "auto" and "://" not in named:
             host, _, port = named.rpartition(":")
             # Ray itself would wait for minutes for a cluster that is not there.
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+            advice = (
+                "the port answers: give this process the head's token (RAY_AUTH_MODE=token, "
+                "~/.ray/auth_token) and version of Ray"
+            )
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False)
     except (OSError, OverflowError, ValueError) as error:
         said = "none runs on this node" if named == "auto" else str(error)
         raise ConnectionError(
-            f"expected a Ray cluster at {named!r}, got: {said}; start one by `ray start --head`, "
-            "or give HOST:PORT of its head, as shmbus relay takes by --ray"
+            f"expected a Ray cluster at {named!r}, got: {said}; {advice}"
         ) from error
 
 

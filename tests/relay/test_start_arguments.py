@@ -1,7 +1,9 @@
 """Arguments of `shmbus.relay.start` and of the command: refused before a cluster is looked for."""
 
+import socket
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -96,3 +98,13 @@ def test_an_address_without_a_cluster_is_named(
     assert main(["relay", "run1", "--status", "--ray", address]) == 1
     said = capsys.readouterr().err
     assert repr(address) in said and "--ray" in said
+
+
+def test_a_cluster_that_refuses_names_its_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ray.init", Mock(side_effect=ConnectionError("Failed to connect")))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert main(["relay", "run1", "--status", "--ray", address]) == 1
+    assert "RAY_AUTH_MODE=token" in capsys.readouterr().err
