@@ -134,8 +134,7 @@ def gradients(out: Tensor, case: Case, upstream: Tensor) -> list[Tensor]:
 
 
 def in_float64(case: Case) -> Case:
-    wide = (x.detach().double().requires_grad_() for x in case[:3])
-    return Case(*wide, case.n_q, case.n_k)
+    return Case(*(x.detach().double().requires_grad_() for x in case[:3]), case.n_q, case.n_k)
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:
@@ -264,8 +263,7 @@ def test_nothing_leaks_from_one_sequence_into_another(window: tuple[int, int], s
 
 def test_operands_may_be_views_of_a_fused_projection(seed: int) -> None:
     case = make_case([(5, 5), (8, 8)], (2, 2), seed)
-    fused = torch.stack(case[:3], dim=1).detach()
-    views = Case(*fused.unbind(1), case.n_q, case.n_k)
+    views = Case(*torch.stack(case[:3], dim=1).detach().unbind(1), case.n_q, case.n_k)
     assert_close(packed(views, (-1, 0)), packed(case, (-1, 0)))
 
 
@@ -296,8 +294,7 @@ def test_log_sum_exp_and_its_gradient_agree(batch: str, window: tuple[int, int],
     assert_close(lse[:, sighted], expected)
     upstream = torch.randn_like(expected)
     got = torch.autograd.grad(lse[:, sighted], case[:2], upstream)
-    wanted = torch.autograd.grad(expected, case[:2], upstream)
-    for gradient, right in zip(got, wanted, strict=True):
+    for gradient, right in zip(got, torch.autograd.grad(expected, case[:2], upstream), strict=True):
         assert_close(gradient, right)
 
 

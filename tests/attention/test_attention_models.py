@@ -354,8 +354,7 @@ def one_by_one(model: Any, batch: Batch) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_packed_training_equals_training_by_single_sequences(kind: str, by: str, seed: int) -> None:
     lengths = [9, 2, 30, 9]
-    more = {"sliding_window": 5} if kind == "mistral" else {}
-    model = tiny(kind, seed, **more)
+    model = tiny(kind, seed, **({"sliding_window": 5} if kind == "mistral" else {}))
     batch = packed_batch(seed, lengths)
     attend_by(model, "eager")
     wanted, right = one_by_one(model, batch)
@@ -377,8 +376,7 @@ def test_packed_training_equals_training_by_single_sequences(kind: str, by: str,
 
 def test_padded_rows_and_generation_give_what_transformers_own_attention_gives(seed: int) -> None:
     model = tiny("llama", seed).eval()
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1, 50, (3, 12), generator=generator)
+    tokens = torch.randint(1, 50, (3, 12), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
     mask[2, :1] = 0

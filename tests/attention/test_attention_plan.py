@@ -46,15 +46,13 @@ def test_tokens_that_meet_have_one_slot(window: tuple[int, int], seed: int) -> N
         needed = np.concatenate([visible.any(dim=axis).numpy() for visible in seen_by])
         placed = moves.places >= 0
         assert (placed == needed).all()
-        real = moves.slots[moves.slots >= 0]
-        assert sorted(real) == np.flatnonzero(placed).tolist()
+        assert sorted(moves.slots[moves.slots >= 0]) == np.flatnonzero(placed).tolist()
         assert (moves.slots[moves.places[placed]] == np.flatnonzero(placed)).all()
 
 
 def test_padding_never_costs_more_than_one_call_a_bucket(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    plan = plan_of([(int(n), int(n)) for n in rng.integers(1, 200, 500)])
-    for bucket in plan.buckets:
+    for bucket in plan_of([(int(n), int(n)) for n in rng.integers(1, 200, 500)]).buckets:
         padding = bucket.rows * bucket.keys * len(bucket.row_counts) - int(
             (bucket.row_counts * bucket.key_counts).sum()
         )
@@ -66,8 +64,7 @@ def test_padding_never_costs_more_than_one_call_a_bucket(seed: int) -> None:
 def test_tokens_come_to_their_buckets_and_back_with_their_gradients(
     monkeypatch: pytest.MonkeyPatch, window: tuple[int, int], way: str, seed: int
 ) -> None:
-    chosen = getattr(moving, way)
-    monkeypatch.setattr(moving, "_taken", chosen)
+    monkeypatch.setattr(moving, "_taken", getattr(moving, way))
     rng = np.random.default_rng(seed)
     lengths = [(int(a), int(b)) for a, b in rng.integers(0, 30, (40, 2))] + [(300, 300)]
     plan = plan_of(lengths, window)

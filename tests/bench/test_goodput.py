@@ -54,14 +54,6 @@ def part_of(spawn: Spawner, tmp_path: Path) -> Any:
 # --- the auditor
 
 
-def write_books(root: Path, **entries: list[tuple[int, int]]) -> None:
-    for name in ("begun", "ended", "handed"):
-        book = Book(root, name)
-        for entry in entries.get(name, []):
-            book.note(*entry)
-        book.close()
-
-
 @pytest.mark.parametrize(
     ("handed", "ended", "trained", "fates"),
     [
@@ -81,10 +73,11 @@ def test_each_token_has_one_fate(
     trained: list[tuple[int, int]],
     fates: dict[str, int],
 ) -> None:
-    write_books(
-        tmp_path, begun=[(0, 10), (10, 10), (20, 10)], ended=[(first, 10) for first in ended],
-        handed=[(first, 10) for first in handed],
-    )  # fmt: skip
+    for name, firsts in (("begun", [0, 10, 20]), ("ended", ended), ("handed", handed)):
+        book = Book(tmp_path, name)
+        for first in firsts:
+            book.note(first, 10)
+        book.close()
     write_checkpoint(tmp_path, None, trained)
     found = audit(tmp_path)._asdict()
     names = ("cut", "held", "once", "twice", "lost", "torn")

@@ -53,8 +53,7 @@ def test_what_a_living_sender_states_is_read_without_being_a_side(bus_name: str)
     sender.state(b"eight ranks")
     with ChannelReceiver(bus_name):
         assert living_statement(bus_name) == b"eight ranks", "beside the receiver"
-        path = Path(channel_path(bus_name))
-        with path.open("r+b") as file:
+        with Path(channel_path(bus_name)).open("r+b") as file:
             file.seek(file.read(1 << 20).index(b"eight ranks"))
             file.write(b"E")
         with pytest.raises(DamagedError, match="does not match its checksum"):

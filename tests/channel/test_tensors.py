@@ -22,8 +22,7 @@ SPECS = {"hidden": ("bfloat16", (None, 16)), "ids": ("int64", (None,))}
 
 
 def both(name: str, **options: Any) -> tuple[TensorSender, TensorReceiver]:
-    sender = TensorChannel.create(name, **options)
-    return sender, TensorChannel.open(name, specs=SPECS)
+    return TensorChannel.create(name, **options), TensorChannel.open(name, specs=SPECS)
 
 
 def good(rows: int = 2) -> dict[str, torch.Tensor]:

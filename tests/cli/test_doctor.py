@@ -75,14 +75,13 @@ def test_a_failing_check_gives_status_1_with_a_hint(tmp_path: Path) -> None:
 
 
 def test_a_tighter_cgroup_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
+    for name, text in {
         "proc/self/cgroup": "0::/pod/job\n",
         "proc/self/mountinfo": "30 29 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
         "sys/fs/cgroup/pod/memory.max": str(8 << 20),
         "sys/fs/cgroup/pod/memory.current": str(5 << 20),
         "sys/fs/cgroup/pod/job/memory.max": "max",
-    }
-    for name, text in files.items():
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(doctor, "_ROOT", tmp_path)

@@ -30,8 +30,7 @@ def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_program_runs_from_a_folder_with_a_package_of_its_name(traps: Path) -> None:
-    trapped = run([sys.executable, "-m", "shmbus", "--version"])
-    assert "the trap shmbus" in trapped.stderr
+    assert "the trap shmbus" in run([sys.executable, "-m", "shmbus", "--version"]).stderr
     ended = run(program("shmbus", "--version"))
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("shmbus ")

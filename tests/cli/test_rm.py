@@ -39,8 +39,7 @@ def test_nothing_goes_while_somebody_has_the_bus_open(bus_name: str, spawn: Spaw
     shmbus.Bus.create(bus_name, "4MiB").close()
     leave_companions(bus_name)
     before = files_of(bus_name)
-    worker = spawn.script(WORKER, bus_name, 1, "w")
-    worker.expect("ready")
+    spawn.script(WORKER, bus_name, 1, "w").expect("ready")
     refused = cli("rm", bus_name)
     assert (refused.status, files_of(bus_name)) == (1, before)
     assert "1 living producer" in refused.err and "--force" in refused.err
@@ -81,8 +80,7 @@ def test_an_unknown_bus_is_named_and_keeps_no_other_from_going(bus_name: str) ->
         assert f"did you mean '{bus_name}'?" in missing.err
         assert segment_path(bus_name).exists()
     shmbus.Bus.create(bus_name, "1MiB").close()
-    ended = cli("rm", f"{bus_name}-none", bus_name)
-    assert (ended.status, segments_named(bus_name)) == (1, [])
+    assert (cli("rm", f"{bus_name}-none", bus_name).status, segments_named(bus_name)) == (1, [])
 
 
 def test_servers_that_were_left_paused_keep_their_note(bus_name: str) -> None:

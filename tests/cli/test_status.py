@@ -255,8 +255,7 @@ def test_scribbled_tables_never_crash_a_look(bus_name: str, seed: int) -> None:
             for _ in range(rng.randint(1, 30)):
                 at = rng.randrange(64, end - 16)
                 write_at(bus_name, at, rng.randbytes(rng.choice([1, 4, 8, 16])))
-            status = read_status(bus_name)
-            assert status.ledger.committed >= 0
+            assert read_status(bus_name).ledger.committed >= 0
             write_at(bus_name, 64, original[64:end])
         check_balance(read_status(bus_name))
 
@@ -289,8 +288,7 @@ def test_a_reader_that_goes_early_ends_the_command_quietly(bus_name: str) -> Non
 
     with shmbus.Bus.create(bus_name, "1MiB"):
         command = f"{sys.executable} -m shmbus.cli status {bus_name} | true"
-        done = subprocess.run(command, shell=True, capture_output=True, text=True)
-        assert done.stderr == ""
+        assert subprocess.run(command, shell=True, capture_output=True, text=True).stderr == ""
 
 
 def test_an_ascii_terminal_gets_escapes_and_no_traceback(bus_name: str) -> None:

@@ -21,8 +21,7 @@ def test_the_table_names_the_module_of_each_built_in_command_in_the_order_of_the
     room = Path(shmbus_cli.__file__).parent
     adds = {path.stem for path in room.glob("[a-z]*.py") if "\ndef add_parser(" in path.read_text()}
     assert adds == set(table.values())
-    listed = re.findall(r"^    (\w+)", cli("--help").out, re.M)
-    assert listed[: len(table)] == list(table)
+    assert re.findall(r"^    (\w+)", cli("--help").out, re.M)[: len(table)] == list(table)
 
 
 def test_a_command_starts_without_the_modules_of_the_others() -> None:

@@ -119,11 +119,9 @@ def test_the_command_says_the_same(bus_name: str, daemon: Start) -> None:
     with Producer(bus_name) as producer, Consumer(bus_name) as taker:
         put(producer, "q", range(4))
         [group] = taker.take(timeout=10)
-        found = cli("events", bus_name, "--json").json()
-        assert found["events"][-1]["kind"] == "leased"
+        assert cli("events", bus_name, "--json").json()["events"][-1]["kind"] == "leased"
         group.ack()
-        newer = cli("events", bus_name, "--json").json()
-        assert newer["events"][-1]["kind"] == "acknowledged"
+        assert cli("events", bus_name, "--json").json()["events"][-1]["kind"] == "acknowledged"
         assert "q  acknowledged by" in cli("events", bus_name).out
         told = cli("events", bus_name, "--group", "q", "--json").json()
         assert (told["state"], told["source"]) == ("gone", "daemon")

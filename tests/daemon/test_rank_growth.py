@@ -44,8 +44,7 @@ class Job:
 
     def ask(self, *ranks: int, **said: object) -> None:
         for rank in ranks:
-            values = {"id": rank, "groups": GROUPS, **said}
-            request = msgspec.convert(values, messages.TakeStep)
+            request = msgspec.convert({"id": rank, "groups": GROUPS, **said}, messages.TakeStep)
             self.service.handle(self.sessions[rank], request)
 
     def put(self, groups: int) -> None:

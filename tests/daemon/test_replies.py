@@ -44,8 +44,7 @@ def over_a_socket(work: Work) -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-        loop = asyncio.get_running_loop()
-        transport, ending = await loop.connect_accepted_socket(Ending, ours)
+        transport, ending = await asyncio.get_running_loop().connect_accepted_socket(Ending, ours)
         fd = transport.get_extra_info("socket").fileno()
         replies = Replies(transport, fd, threading.RLock(), ending.give_up)
         theirs.setblocking(False)

@@ -23,18 +23,14 @@ print(message.decode(), os.pread(descriptor, 100, 0).decode())
 """
 
 
-def memory_file(content: bytes) -> int:
-    descriptor = os.memfd_create("test")
-    os.write(descriptor, content)
-    return descriptor
-
-
 def give(question: bytes) -> tuple[bytes, int | None]:
     if question == b"none":
         return b"nothing to map", None
     if not question.startswith(b"chunk"):
         raise ValueError(f"expected 'chunk N', got {question!r}")
-    return b"the answer to " + question, memory_file(b"content of " + question)
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, b"content of " + question)
+    return b"the answer to " + question, descriptor
 
 
 @pytest.fixture

@@ -118,8 +118,7 @@ class SmallEngine:
         app.add_routes([*self.routes(), *own])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", port)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         address = runner.addresses[0]
         ready.send(f"http://{address[0]}:{address[1]}")
         with contextlib.suppress(EOFError):

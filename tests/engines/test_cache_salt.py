@@ -119,8 +119,7 @@ class Run:
     async def ask(self, producer: shmbus.Producer) -> None:
         for prompt in ("a", "b"):
             salt = producer.cache_salt
-            body = {"prompt": prompt, "cache_salt": salt}
-            said = await self.server.post("/v1/completions", body)
+            said = await self.server.post("/v1/completions", {"prompt": prompt, "cache_salt": salt})
             self.answers.append((salt, said["cached"], said["runs"]))
 
     async def bring(self, version: int, value: float) -> None:

@@ -5,7 +5,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, update
+from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, assert_serving, update
 
 from shmbus import Bus
 from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
@@ -65,9 +65,7 @@ async def test_a_late_failure_brings_every_server_back(
     with pytest.raises(UpdateRolledBackError, match="every server runs version 7 again") as caught:
         await scene.update(8, *running, timeout=timeout)
     assert caught.value.in_force == 7
-    for each in running:
-        assert not await each.paused()
-        assert await each.tokens(2) == [7.0, 7.0]
+    await assert_serving(7.0, *running)
     assert scene.bus.policy_version == 7
     assert paused_by(scene.bus.name) is None
     report = await scene.update(9, *running)
@@ -93,9 +91,7 @@ async def test_an_early_failure_changes_nothing(step: str, kind: str, scene: Sce
     await running[1].fault(step, kind)
     with pytest.raises(EngineError, match="old weights"):
         await scene.update(2, *running, mode="wait")
-    for each in running:
-        assert not await each.paused()
-        assert await each.tokens(1) == [1.0]
+    await assert_serving(1.0, *running)
     assert scene.bus.policy_version == 1 and scene.bus.paused is None
 
 
@@ -130,8 +126,7 @@ async def test_an_open_update_is_ended_before_the_next(step: str, scene: Scene) 
     await running[0].fault(step, "close")  # done, without an answer
     with contextlib.suppress(EngineError):
         await scene.update(1, *running)
-    report = await scene.update(2, *running)
-    assert report.servers[0].version == 2
+    assert (await scene.update(2, *running)).servers[0].version == 2
     assert await running[0].tokens(1) == [2.0]
 
 
@@ -164,8 +159,7 @@ async def test_a_cancelled_update_is_ended_first(bus: Bus, trainer: Trainer, ser
                 await task
         for each in running:
             assert not await each.paused()
-            answer = await each.tokens(2)
-            assert "torn" not in answer
+            assert "torn" not in (await each.tokens(2))
         assert paused_by(bus.name) is None
     assert cancelled
 
@@ -202,8 +196,7 @@ async def test_two_trainers_do_not_update_at_once(bus: Bus, trainer: Trainer, se
 
 
 def test_an_update_needs_no_event_loop(bus: Bus, trainer: Trainer, servers: Any) -> None:
-    running = servers(1)
-    report = EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=TIMEOUT_S).update_sync(
+    report = EngineFleet([VllmServer(servers(1).url)], bus=bus.name, timeout=TIMEOUT_S).update_sync(
         trainer, 3
     )
     assert report.servers[0].version == 3

@@ -1,6 +1,5 @@
 """What was left paused stays named until it was resumed with a whole model, whoever updates."""
 
-import asyncio
 import contextlib
 import signal
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 from small_shared import SmallShared
 from test_shared_steps import attached, model_of
-from test_trainer_deaths import start_trainer
-from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, fleet_of, update
+from test_trainer_deaths import kill_trainer
+from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, assert_serving, fleet_of, update
 
 from shmbus import Bus, DamagedError, LayoutMismatchError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
@@ -40,8 +39,7 @@ async def test_a_torn_server_stays_paused_in_a_vain_update(quorum: int, scene: S
     assert await running[0].paused() and named(scene.bus.name) == [running[0].url]
     assert not await running[1].paused()
     await scene.update(3, *running)
-    for each in running:
-        assert await each.tokens(1) == [3.0]
+    await assert_serving(3.0, *running)
     assert named(scene.bus.name) == []
 
 
@@ -67,8 +65,7 @@ async def test_a_silent_server_stays_named_over_other_updates(scene: Scene) -> N
 
 async def test_other_fleets_servers_stay_in_the_note_until_known(bus: Bus, servers: Any) -> None:
     left, mine = servers(1), servers(1)
-    process = start_trainer(bus.name, "vllm", [left], "update", False, signal.SIGKILL)
-    await asyncio.to_thread(process.join, 60)
+    await kill_trainer(bus.name, "vllm", [left], "update")
     async with fleet_of(bus.name, mine) as fleet:
         report = await fleet.recover()
         assert report is not None and report.torn == [left.url]
@@ -134,8 +131,7 @@ async def test_a_torn_model_that_cannot_pause_is_served_by_none(bus: Bus, server
             assert await running[0].paused() and await running[1].paused()
             assert named(bus.name) == [each.url for each in running]
             await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
-        for each in running:
-            assert await each.tokens(1) == [2.0]
+        await assert_serving(2.0, *running)
     assert named(bus.name) == []
 
 

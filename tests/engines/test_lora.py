@@ -118,8 +118,7 @@ def test_a_trainer_that_dies_while_it_writes_leaves_no_version(folder: Path) -> 
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert [path.name.startswith(".new-") for path in folder.iterdir()] == [True]
-    files = LoraFiles(folder, "run1", CONFIG)
-    assert files.versions() == [] and list(folder.iterdir()) == []
+    assert LoraFiles(folder, "run1", CONFIG).versions() == [] and list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
@@ -255,8 +254,7 @@ async def test_an_older_version_is_loaded_and_stays(bus: Bus, servers: Any, fold
         names[version] = made.name
         report = await bring(bus.name, made, server)
         assert report.previous == (9 if version in (4, 10) else version - 1)
-        there = set(await server.adapters(TIMEOUT_S)) - {"base"}
-        assert there == {names[each] for each in stay}
+        assert set(await server.adapters(TIMEOUT_S)) - {"base"} == {names[each] for each in stay}
         assert bus.policy_version == version
 
 

@@ -149,8 +149,7 @@ def test_a_wrong_argument_is_refused_before_a_start(name: str, wrong: Any) -> No
 
 async def test_a_start_without_patience_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)", "{checkpoint}"]
-    url = f"http://127.0.0.1:{free_port()}"
-    server = ManagedServer(command, url=url, checkpoint=tmp_path)
+    server = ManagedServer(command, url=f"http://127.0.0.1:{free_port()}", checkpoint=tmp_path)
     entering = asyncio.ensure_future(server.__aenter__())
     await asyncio.to_thread(wait_until, lambda: server.running)
     entering.cancel()

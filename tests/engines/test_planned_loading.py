@@ -166,13 +166,11 @@ class Added(FusedModel):
 
 LIBRARY = torch.library.Library("shmbus_test", "DEF")
 LIBRARY.define("packed(Tensor weight) -> int")
-
-
-def _packed(weight: torch.Tensor) -> int:
-    return hash(weight.cpu().view(torch.int16).numpy().tobytes())
-
-
-LIBRARY.impl("packed", _packed, "CompositeImplicitAutograd")
+LIBRARY.impl(
+    "packed",
+    lambda weight: hash(weight.cpu().view(torch.int16).numpy().tobytes()),
+    "CompositeImplicitAutograd",
+)
 
 
 class Packed(FusedModel):

@@ -146,8 +146,7 @@ async def test_an_echo_shows_no_key(kind: Any, status: str, bus: Bus, trainer: T
 
 async def test_an_address_of_any_length_finds_its_rows(bus: Bus, trainer: Trainer) -> None:
     async with RawServer(prefix="/of-a-service-with-a-very-long-name" * 3) as server:
-        report = await fleet_of(bus.name, server).update(trainer, 2)
-        assert report.servers[0].version == 2
+        assert (await fleet_of(bus.name, server).update(trainer, 2)).servers[0].version == 2
 
 
 def test_names_of_rows_fit_and_differ() -> None:

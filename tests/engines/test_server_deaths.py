@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_trainer_deaths import start_trainer
-from trainers import KINDS, SHORT_S, Scene, Trainer, fleet_of
+from test_trainer_deaths import kill_trainer
+from trainers import KINDS, SHORT_S, Scene, Trainer, assert_serving, fleet_of
 
 from shmbus import Bus
 from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError
@@ -53,17 +53,14 @@ async def test_a_stopped_server_costs_its_deadline(kind: str, step: str, scene: 
         running[1].signal(signal.SIGCONT)
     async with scene.fleet(*running, timeout=5.0) as fleet:
         await fleet.update(scene.trainer, 3)
-    for each in running:
-        assert await each.tokens(2) == [3.0, 3.0]
+    await assert_serving(3.0, *running)
     assert paused_by(scene.bus.name) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_it_is_paused_again_before_healing(kind: str, bus: Bus, servers: Any) -> None:
     running = [servers(1, kind), servers(2, kind)]
-    process = start_trainer(bus.name, kind, running, "update", False, signal.SIGKILL)
-    await asyncio.to_thread(process.join, 60)
-    assert process.exitcode == -signal.SIGKILL
+    await kill_trainer(bus.name, kind, running, "update")
     running[0].start_anew()
     request = asyncio.ensure_future(running[0].complete(500))
     await asyncio.sleep(0.02)
@@ -73,15 +70,13 @@ async def test_it_is_paused_again_before_healing(kind: str, bus: Bus, servers: A
     assert report.torn == [] and paused_by(bus.name) is None and report.total_s > 0
     answer = (await request)["tokens"]
     assert "torn" not in answer and answer[-1] == 2.0
-    for each in running:
-        assert not await each.paused() and await each.tokens(2) == [2.0] * 2
+    await assert_serving(2.0, *running)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_cancelled_recovery_is_ended_first(kind: str, bus: Bus, servers: Any) -> None:
     running = [servers(1, kind), servers(1, kind)]
-    process = start_trainer(bus.name, kind, running, "update", False, signal.SIGKILL)
-    await asyncio.to_thread(process.join, 60)
+    await kill_trainer(bus.name, kind, running, "update")
     async with fleet_of(bus.name, *running) as fleet:
         task = asyncio.ensure_future(fleet.recover())
         await asyncio.sleep(0.01)
@@ -89,8 +84,7 @@ async def test_a_cancelled_recovery_is_ended_first(kind: str, bus: Bus, servers:
         with pytest.raises(asyncio.CancelledError):
             await task
     assert paused_by(bus.name) is None
-    for each in running:
-        assert not await each.paused() and await each.tokens(2) == [2.0] * 2
+    await assert_serving(2.0, *running)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,7 +95,7 @@ async def test_a_checkpoint_waits(kind: str, bus: Bus, servers: Any, tmp_path: P
         note.write(PauseNotice(1, [(kind, running.url)], 7, None, directory=str(tmp_path)))
     report = await resume(bus.name, timeout=SHORT_S)
     assert report is not None and report.servers[0].version == 7 and report.torn == []
-    assert not await running.paused() and await running.tokens(2) == [7.0] * 2
+    await assert_serving(7.0, running)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,8 +118,7 @@ async def test_it_is_paused_again_before_what_ran_before_is_loaded(kind: str, sc
         await running[1].fault("update", "500")
         with pytest.raises(UpdateRolledBackError, match="runs version 1 again"):
             await fleet.update(scene.trainer, 2)
-    for each in running:
-        assert not await each.paused() and await each.tokens(2) == [1.0] * 2
+    await assert_serving(1.0, *running)
     assert paused_by(scene.bus.name) is None
 
 

@@ -10,7 +10,7 @@ import torch
 from sglang_types import named_tensors
 from small_sglang import Model, SmallSglang, sglang
 from small_vllm import SmallVllm
-from trainers import TIMEOUT_S, Scene, Trainer, update
+from trainers import TIMEOUT_S, Scene, Trainer, assert_serving, update
 
 from shmbus import Bus
 from shmbus.engines import EngineError, EngineFleet, SglangServer, UpdateRolledBackError, VllmServer
@@ -67,9 +67,7 @@ async def test_any_failure_leaves_one_whole_version(step: str, kind: str, scene:
     except (UpdateRolledBackError, EngineError):
         assert step in ("pause", "update") or (step, kind) == ("begin", "close")
         expected = 7.0
-    for each in running:
-        assert not await each.paused()
-        assert await each.tokens(2) == [expected, expected]
+    await assert_serving(expected, *running)
     assert paused_by(scene.bus.name) is None and scene.bus.policy_version == expected
 
 
@@ -108,10 +106,8 @@ async def test_an_unfit_server_is_not_paused(make: Any, match: str, scene: Scene
 
 async def test_quantised_models_are_always_loaded(bus: Bus, trainer: Trainer, servers: Any) -> None:
     running = servers(2, sglang(quantization="fp8"))
-    report = await update(bus.name, trainer, 4, running)
-    assert report.servers[0].version == 4
-    paths = [path for path, _ in await running.calls()]
-    assert paths.count("/begin_weight_update") == 1
+    assert (await update(bus.name, trainer, 4, running)).servers[0].version == 4
+    assert [path for path, _ in await running.calls()].count("/begin_weight_update") == 1
 
 
 async def test_old_weights_stay_without_attaching(bus: Bus, trainer: Trainer, servers: Any) -> None:
@@ -171,7 +167,7 @@ def test_the_loader_raises_nothing_whatever_it_is_given(
     trainer.publish(1)
     model: Any = Model({"value": torch.zeros(1000)})
     marker = torch.empty(0)
-    orders = {
+    for name, tensors in {
         "no order": [("model.layers.0", marker)],
         "nothing": [],
         "two": [("a", marker), ("b", marker)],
@@ -181,8 +177,7 @@ def test_the_loader_raises_nothing_whatever_it_is_given(
         "no such version": named_tensors(
             base64.b64decode(order_for_rank(Order("load", bus_name, "s", 0, 99)))
         ),
-    }
-    for name, tensors in orders.items():
+    }.items():
         caplog.clear()
         with caplog.at_level(logging.ERROR, "sglang.shmbus"):
             load(model, tensors)

@@ -140,8 +140,7 @@ def test_lasting_vllm_state_is_named(given: dict[str, Any], on_cpu: bool, named:
 async def test_each_report_warns_of_a_draft_model(
     kind: Any, named: str, scene: Scene, tmp_path: Path
 ) -> None:
-    running = scene.servers(2, kind)
-    async with scene.fleet(running) as fleet:
+    async with scene.fleet(scene.servers(2, kind)) as fleet:
         reports = [await fleet.update(scene.trainer, version) for version in (1, 2)]
         scene.trainer.publisher.close()
         trainer = Trainer(scene.bus.name, carrier="checkpoint", directory=tmp_path)

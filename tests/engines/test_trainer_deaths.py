@@ -11,7 +11,7 @@ import pytest
 from conftest import wait_until
 from fork_server import TEMPLATE
 from small_engine import Running
-from trainers import TIMEOUT_S, end_in_an_update, fleet_of
+from trainers import TIMEOUT_S, assert_serving, end_in_an_update, fleet_of
 
 from shmbus import Bus
 from shmbus.engines.pause_note import paused_by
@@ -42,14 +42,20 @@ def start_trainer(
     return process
 
 
+async def kill_trainer(
+    bus: str, kind: str, running: list[Running], step: str, after: bool = False, level: int = 0
+) -> None:
+    process = start_trainer(bus, kind, running, step, after, signal.SIGKILL, level)
+    await asyncio.to_thread(process.join, 60)
+    assert process.exitcode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize(("kind", "step", "after"), POINTS)
 async def test_a_pause_that_a_killed_trainer_left_is_ended_with_whole_weights(
     kind: str, step: str, after: bool, bus: Bus, servers: Any
 ) -> None:
     running = [servers(1, kind), servers(2, kind)]
-    process = start_trainer(bus.name, kind, running, step, after, signal.SIGKILL)
-    await asyncio.to_thread(process.join, 60)
-    assert process.exitcode == -signal.SIGKILL
+    await kill_trainer(bus.name, kind, running, step, after)
     async with fleet_of(bus.name, *running) as fleet:
         report = await fleet.recover()
         assert report is None or report.torn == []
@@ -65,20 +71,15 @@ async def test_the_daemon_ends_the_pause_that_a_killed_trainer_left(
 ) -> None:
     daemon("--capacity", "1MiB")
     running = [servers(1, kind), servers(2, kind)]
-    process = start_trainer(bus_name, kind, running, step, False, signal.SIGKILL)
-    await asyncio.to_thread(process.join, 60)
-    assert process.exitcode == -signal.SIGKILL
+    await kill_trainer(bus_name, kind, running, step)
     assert await running[0].paused()
     await asyncio.to_thread(wait_until, lambda: paused_by(bus_name) is None, 60.0)
-    for each in running:
-        assert not await each.paused()
-        assert await each.tokens(2) == [2.0, 2.0]
+    await assert_serving(2.0, *running)
 
 
 async def test_a_server_that_has_ended_is_not_waited_for(bus: Bus, servers: Any) -> None:
     running = [servers(1), servers(1)]
-    process = start_trainer(bus.name, "vllm", running, "update", False, signal.SIGKILL)
-    await asyncio.to_thread(process.join, 60)
+    await kill_trainer(bus.name, "vllm", running, "update")
     running[1].kill()
     async with fleet_of(bus.name, *running) as fleet:
         report = await fleet.recover()
@@ -88,8 +89,7 @@ async def test_a_server_that_has_ended_is_not_waited_for(bus: Bus, servers: Any)
 
 async def test_a_torn_server_is_named_until_the_command_resumes_it(bus: Bus, servers: Any) -> None:
     running = [servers(1), servers(1)]
-    process = start_trainer(bus.name, "vllm", running, "update", False, signal.SIGKILL)
-    await asyncio.to_thread(process.join, 60)
+    await kill_trainer(bus.name, "vllm", running, "update")
     await running[1].fault("update", "refuse")
 
     async def command() -> tuple[int | None, str]:

@@ -8,7 +8,6 @@ with any weights, and ends SGLang.
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,8 @@ import pytest
 from small_engine import Running, SmallEngine
 from small_sglang import SmallSglang, sglang
 from small_vllm import SmallVllm, vllm
-from test_trainer_deaths import start_trainer
-from trainers import SHORT_S, Scene, Trainer, fleet_of
+from test_trainer_deaths import kill_trainer
+from trainers import SHORT_S, Scene, Trainer, assert_serving, fleet_of
 
 import shmbus
 from shmbus import Bus, VersionUnknownError
@@ -101,12 +100,11 @@ async def test_weights_wake_before_the_cache(
     assert "torn" not in tokens and tokens[-1] == (2.0 if mode == "keep" else 1.0)
     for each in running:
         assert await each.tokens(2) == [2.0, 2.0]
-        woken = (
+        assert (await moves(each))[1:] == (
             [["weights"], ["kv_cache"]]
             if kind == "vllm"
             else [["weights"], ["kv_cache", "cuda_graph"]]
         )
-        assert (await moves(each))[1:] == woken
     assert paused_by(scene.bus.name) is None and scene.bus.paused is None
     assert scene.bus.policy_version == 2
 
@@ -116,9 +114,7 @@ async def test_a_wake_after_the_trainers_death_leaves_whole_engines(
     kind: str, level: int, step: str, after: bool, bus: Bus, servers: Any
 ) -> None:
     running = [servers(1, ENGINES[kind]), servers(2, ENGINES[kind])]
-    process = start_trainer(bus.name, kind, running, step, after, signal.SIGKILL, level)
-    await asyncio.to_thread(process.join, 60)
-    assert process.exitcode == -signal.SIGKILL
+    await kill_trainer(bus.name, kind, running, step, after, level)
     trainer = Trainer(bus.name)
     async with fleet_of(bus.name, *running) as fleet:
         try:
@@ -132,8 +128,7 @@ async def test_a_wake_after_the_trainers_death_leaves_whole_engines(
                     each.start_anew()
             report = await fleet.wake(trainer, 3)
     assert {each.state for each in report.servers} == {"serving"}
-    for each in running:
-        assert not await each.paused() and await each.tokens(2) == [3.0, 3.0]
+    await assert_serving(3.0, *running)
     assert paused_by(bus.name) is None
     trainer.publisher.close()
 
@@ -156,8 +151,7 @@ async def test_a_killed_server_wakes_whole_after_its_restart(
                 running[1].start_anew()
         assert deaths == 1
         await fleet.wake(scene.trainer, 2)
-    for each in running:
-        assert not await each.paused() and await each.tokens(2) == [2.0, 2.0]
+    await assert_serving(2.0, *running)
     assert paused_by(scene.bus.name) is None
 
 
@@ -260,8 +254,7 @@ async def test_a_refused_sleep_leaves_the_awake_servers_usable(scene: Scene) -> 
         assert await running[1].tokens(2) == [1.0, 1.0]
         await fleet.sleep()
         await fleet.wake(scene.trainer, 2)
-    for each in running:
-        assert await each.tokens(1) == [2.0]
+    await assert_serving(2.0, *running)
     assert scene.bus.paused is None
 
 
@@ -279,8 +272,7 @@ async def test_memory_that_the_trainer_holds_is_named(kind: str, step: str, scen
         assert caught.value.server == running[1].url and caught.value.status == 500
         assert await running[1].paused() and "old weights" not in caught.value.advice
         await fleet.wake(scene.trainer, 2)
-    for each in running:
-        assert await each.tokens(1) == [2.0]
+    await assert_serving(2.0, *running)
 
 
 async def test_requests_that_outlast_the_deadline_keep_all_servers_awake(scene: Scene) -> None:
@@ -376,8 +368,7 @@ async def test_sleepers_of_a_dead_trainer_wait_for_a_wake_or_the_command(
     bus: Bus, servers: Any
 ) -> None:
     running = [servers(1), servers(1)]
-    process = start_trainer(bus.name, "vllm", running, "prepare", True, signal.SIGKILL, 2)
-    await asyncio.to_thread(process.join, 60)
+    await kill_trainer(bus.name, "vllm", running, "prepare", True, 2)
     assert not servers_left(bus.name)  # a daemon wakes nobody: the device may be in use
     report = await resume(bus.name, timeout=SHORT_S)
     assert report is not None and [each.version for each in report.servers] == [2, 2]

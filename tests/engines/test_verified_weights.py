@@ -53,8 +53,7 @@ class Run:
         return (await verify(self.bus, [], share=0.5, timeout=TIMEOUT_S))[0]
 
     async def flip(self, rank: int, parameter: str, *index: int) -> None:
-        body = {"rank": rank, "parameter": parameter, "index": index}
-        await self.running.post("/flip", body)
+        await self.running.post("/flip", {"rank": rank, "parameter": parameter, "index": index})
 
 
 @pytest.fixture
@@ -209,22 +208,14 @@ async def update_open(own: Run) -> None:
     await server.post("start", "/start_weight_update", TIMEOUT_S)
 
 
-async def paused(own: Run) -> None:
-    await own.running.server().pause("keep", False, TIMEOUT_S)
-
-
-async def few_answers(own: Run) -> None:
-    await own.running.fault("rpc", "few")
-
-
 @pytest.mark.parametrize(
     ("action", "said", "asks_ranks"),
     [
         (taken_over, "version 1", False),
         (new_pool, "has a row", False),
         (update_open, "an update", False),
-        (paused, "is paused", False),
-        (few_answers, "ranks [1]", True),
+        (lambda own: own.running.server().pause("keep", False, TIMEOUT_S), "is paused", False),
+        (lambda own: own.running.fault("rpc", "few"), "ranks [1]", True),
     ],
 )
 async def test_a_misfit_is_named(action: Any, said: str, asks_ranks: bool, run: Any) -> None:

@@ -35,6 +35,13 @@ def fleet_of(bus: str, *running: Any, **options: Any) -> EngineFleet:
     return EngineFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options})
 
 
+async def assert_serving(version: float, *running: Any) -> None:
+    """Require servers that are not paused and have whole weights of a version."""
+    for each in running:
+        assert not await each.paused()
+        assert await each.tokens(2) == [version, version]
+
+
 async def update(
     bus: str, trainer: Trainer, version: int, *running: Any, **options: Any
 ) -> UpdateReport:

@@ -141,10 +141,9 @@ def test_the_everyday_lines_name_what_there_is() -> None:
     named = re.findall(r"\b(shmbus\.Bus|[a-z]+)\.([A-Za-z_]+)\b", " ".join(CODE.findall(tables)))
     named = [(owner, name) for owner, name in named if owner in owners]
     assert len(named) >= 20
-    lacking = [
+    assert [
         f"{owner}.{name}"
         for owner, name in named
         if not hasattr(owners[owner], name)
         and name not in getattr(owners[owner], "__annotations__", {})
-    ]
-    assert lacking == []
+    ] == []

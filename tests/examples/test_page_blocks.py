@@ -71,10 +71,6 @@ def stops_after(calls: int, call: Callable[..., Any] = lambda *_: None) -> Calla
     return step
 
 
-def of_torch(*modules: Any) -> dict[str, Any]:
-    return {"torch": torch} | {name: getattr(m, name) for m in modules for name in m.__all__}
-
-
 def test_the_loop_of_the_readme_trains(bus: Bus, producer: Producer) -> None:
     for number in range(6):
         put(producer, f"q{number}", 8, 4096)
@@ -211,7 +207,8 @@ def test_corrections_mismatch_and_metrics_are_numbers(bus: Bus, producer: Produc
     log = SimpleNamespace(
         log=lambda d, **_: said.append(d), log_metrics=lambda d, **_: said.append(d)
     )
-    names = of_torch(losses, corrections) | {"wandb": log, "mlflow": log, "writer": MagicMock()}
+    names = {name: getattr(m, name) for m in (losses, corrections) for name in m.__all__}
+    names |= {"torch": torch, "wandb": log, "mlflow": log, "writer": MagicMock()}
     with SMALL_BATCHES(bus.name) as handler:
         part = batch = handler.next_batch(30)
         names |= {"logprobs": batch.logprobs, "old_logprobs": batch.logprobs, "part": part}
@@ -280,10 +277,9 @@ def test_a_snapshot_is_read_by_another_program(
     pytest.importorskip("safetensors")
     put(producer, "q1")
     assert main(["snapshot", bus.name, str(tmp_path / "s")]) == 0
-    space = doc_pages.run(
+    assert doc_pages.run(
         "docs/operating.md", "load_file(", bus.name, swap={"DIR/": f"{tmp_path}/s/"}
-    )
-    assert space["first"].tolist() == list(range(N))
+    )["first"].tolist() == list(range(N))
 
 
 def test_a_schema_takes_what_fits_and_tells_what_does_not(bus_name: str) -> None:

@@ -138,21 +138,18 @@ def test_an_environment_with_a_minimum_has_its_share_of_each_batch(gateway: Gate
     assert gateway.batch() is None
     gateway.post("/scored_data", scored([3], [4], env_id=few))
     assert sorted(group["env_id"] for group in gateway.batch()) == [many, few]
-    status = gateway.get("/status-env", {"env_id": many}).json()
-    assert status["unallocated_fraction"] == 0.5
+    assert gateway.get("/status-env", {"env_id": many}).json()["unallocated_fraction"] == 0.5
 
 
 def test_a_part_of_a_group_waits_for_the_rest(gateway: Gateway) -> None:
     gateway.register()
     env = gateway.register_env(group_size=4)
-    answers = [
+    assert [
         gateway.post("/scored_data", scored(*([[n]] * size), env_id=env)).json()
         for n, size in enumerate((1, 2, 1))
-    ]
-    assert answers == [{"status": "buffered", "buffer_size": n} for n in (1, 3, 0)]
+    ] == [{"status": "buffered", "buffer_size": n} for n in (1, 3, 0)]
     assert [len(group["tokens"]) for group in gateway.batch()] == [2, 1, 1]
-    listed = gateway.post("/scored_data_list", [scored([1], env_id=env), scored([2])]).json()
-    assert listed == {
+    assert gateway.post("/scored_data_list", [scored([1], env_id=env), scored([2])]).json() == {
         "status": "received", "groups_processed": 2, "buffered": 1, "last_buffer_size": 1,
     }  # fmt: skip
 
@@ -192,10 +189,8 @@ def test_answers_are_compressed_where_that_is_asked_for(gateway: Gateway) -> Non
     gateway.register(batch_size=1)
     for _ in range(2):
         gateway.post("/scored_data", scored(list(range(1000))))
-    plain = gateway.get("/latest_example")
-    assert "content-encoding" not in plain.headers
-    small = gateway.get("/info", Accept_Encoding="gzip")
-    assert "content-encoding" not in small.headers
+    assert "content-encoding" not in gateway.get("/latest_example").headers
+    assert "content-encoding" not in gateway.get("/info", Accept_Encoding="gzip").headers
     packed = gateway.get("/batch", Accept_Encoding="gzip, deflate")
     assert packed.headers["content-encoding"] == "gzip"
     assert json.loads(gzip.decompress(packed.body))["batch"][0]["tokens"] == [list(range(1000))]

@@ -228,14 +228,12 @@ def test_requests_of_one_connection_are_answered_in_order(shared: Gateway) -> No
 def test_a_bomb_is_refused_before_it_is_inflated(limit: int, option: str, gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB", "--body-limit", limit, "--memory", 9 - limit)
     bomb = gzip.compress(b" " * (200 << 20), 6)
-    answer = gateway.post("/scored_data", bomb, Content_Encoding="gzip")
-    assert answer.status == 413
+    assert gateway.post("/scored_data", bomb, Content_Encoding="gzip").status == 413
     lying = bomb[:-4] + (1000).to_bytes(4, "little")
     assert gateway.post("/scored_data", lying, Content_Encoding="gzip").status == 413
     large = gateway.ask("POST", "/scored_data", b" " * (1 << 20) + b"  ")
     assert (large.status, option in large.detail) == (413, True)
-    status = Path(f"/proc/{gateway.child.pid}/status").read_text()
-    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.child.pid}/status").read_text())
     assert peak is not None
     assert int(peak[1]) < 200 << 10
 
@@ -255,8 +253,7 @@ def test_a_token_is_asked_for(gateway_of: Any, tmp_path: Any) -> None:
 
 def test_pages_of_this_machine_may_read_what_only_looks(shared: Gateway) -> None:
     origin = "http://localhost:3000"
-    read = shared.get("/status", Origin=origin)
-    assert read.headers["access-control-allow-origin"] == origin
+    assert shared.get("/status", Origin=origin).headers["access-control-allow-origin"] == origin
     assert "access-control-allow-origin" not in shared.get("/batch", Origin=origin).headers
     other = shared.get("/status", Origin="https://evil.example")
     assert "access-control-allow-origin" not in other.headers

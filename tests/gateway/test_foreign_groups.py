@@ -47,8 +47,7 @@ def test_a_batch_is_made_of_what_is_left(gateway: Gateway, count: int) -> None:
     assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
     with shmbus.Producer(gateway.name) as producer:
         for number in range(count):
-            bad = {"tokens": TOKENS, "logprobs": NAN, "score": 1.0}
-            producer.put_group(f"bad-{number}", [bad])
+            producer.put_group(f"bad-{number}", [{"tokens": TOKENS, "logprobs": NAN, "score": 1.0}])
     for number in range(4):
         assert gateway.post("/scored_data", scored([number])).status == 200
     assert [group["tokens"] for group in gateway.batch()] == [[[0]], [[1]]]

@@ -105,14 +105,12 @@ def test_the_five_minutes_of_atropos(start: Start, bus_name: str) -> None:
     names: dict[str, Any] = {"BaseEnv": type("BaseEnv", (), {"env_id": env})}
     exec(environment.replace("run1", bus_name), names)
     sender = names["MyEnv"]()
-    sent = [scored([number], [number], env_id=env) for number in range(2, 32)]
-    for group in sent:
+    for group in [scored([number], [number], env_id=env) for number in range(2, 32)]:
         asyncio.run(sender._send_scored_data_to_api(group))
     sender._shmbus().close()
     names = {}
     exec(trainer.replace("run1", bus_name).replace("8000", str(gateway.port)), names)
-    tokens = [group["tokens"][0][0] for group in names["data"]["batch"]]
-    assert sorted(tokens) == list(range(32))
+    assert sorted([group["tokens"][0][0] for group in names["data"]["batch"]]) == list(range(32))
     assert gateway.get("/batch").status == 409
 
 

@@ -263,8 +263,7 @@ def test_a_gateway_dying_in_an_answer_repeats_the_batch(gateway_of: Any) -> None
     restart(gateway, KILL_BEFORE_THE_BATCH_IS_NOTED)
     for number in range(2):
         assert gateway.post("/scored_data", numbered(number)).status == 200
-    found = numbers(gateway.batch())
-    assert found == [0]
+    assert numbers(gateway.batch()) == [0]
     gateway.child.wait()
     gateway.start()
     assert all_batches(gateway) == [0, 1]

@@ -30,8 +30,7 @@ def test_groups_travel_through_both_and_an_orderly_end_leaves_no_file(daemon: An
     gateway = gateway_of_daemon(served)
     gateway.register(batch_size=2)
     assert gateway.post("/scored_data", scored([1], [2])).status == 200
-    batch = wait_until(gateway.batch, what="the batch")
-    assert batch[0]["tokens"] == [[1], [2]]
+    assert wait_until(gateway.batch, what="the batch")[0]["tokens"] == [[1], [2]]
     [process] = children_of(served.child.pid)
     served.stop()
     assert is_gone(process) and segments_named(served.name) == []

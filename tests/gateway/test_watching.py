@@ -35,8 +35,7 @@ def test_the_log_has_an_object_for_each_request_but_polls(gateway: Gateway) -> N
     # Its line follows its answer: this check runs after both.
     gateway.get("/info")
     found = lines(gateway)[before:]
-    said = [(line["message"], line["status"]) for line in found]
-    assert said[:3] == [
+    assert [(line["message"], line["status"]) for line in found][:3] == [
         ("POST /scored_data", 200), ("POST /scored_data", 422), ("GET /status-env", 404)
     ]  # fmt: skip
     first = found[0]

@@ -83,8 +83,7 @@ def files(folder: Path) -> list[Path]:
 
 def room_of(path: Path) -> str:
     """Return the folder below a top-level folder, or the top-level folder for its own files."""
-    parts = path.relative_to(ROOT).parts[:-1]
-    return "/".join(parts[:2])
+    return "/".join(path.relative_to(ROOT).parts[:-1][:2])
 
 
 def main() -> int:

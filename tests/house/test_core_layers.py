@@ -102,10 +102,9 @@ def test_the_rooms_of_the_core_do_not_call_each_other(files: dict[str, Symbols])
 def declared(header: Path) -> set[str]:
     """Functions that a header declares and does not define: prototypes begin in column 0."""
     text = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.S)
-    prototypes = re.findall(
-        r"^(?!static|typedef|_|#)\w[^;{}()]*?\b(\w+)\([^;{}]*\)[^;{}]*;", text, re.M
+    return set(
+        re.findall(r"^(?!static|typedef|_|#)\w[^;{}()]*?\b(\w+)\([^;{}]*\)[^;{}]*;", text, re.M)
     )
-    return set(prototypes)
 
 
 @pytest.mark.parametrize("room", [*ROOMS, "python", *FAMILIES])

@@ -72,8 +72,7 @@ def anchors(page: Path) -> frozenset[str]:
     found = set()
     for _, line in prose(page):
         if line.startswith("#"):
-            plain = re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower())
-            found.add(plain.replace(" ", "-"))
+            found.add(re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower()).replace(" ", "-"))
     return frozenset(found)
 
 
@@ -120,8 +119,7 @@ def test_each_module_that_a_page_names_is_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_each_link_of_a_page_leads_somewhere(page: Path) -> None:
     offences = []
-    text = "\n".join(line for _, line in prose(page))
-    for target in LINK.findall(text):
+    for target in LINK.findall("\n".join(line for _, line in prose(page))):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")

@@ -81,14 +81,13 @@ def test_each_public_error_class_has_one_entry_that_quotes_its_message() -> None
 
 
 def test_each_quoted_message_stands_in_the_code() -> None:
-    strange = [
+    assert [
         f"docs/errors.md, {name}: {piece!r} is in no string of the code"
         for name, quotes in entries().items()
         for quote in quotes
         for piece in map(str.strip, quote.split("..."))
         if len(piece) >= STABLE and piece not in literals()
-    ]
-    assert strange == []
+    ] == []
 
 
 def test_each_drop_reason_has_a_row_with_the_words_of_its_log_line() -> None:
@@ -107,8 +106,7 @@ def strings(node: ast.AST) -> set[str]:
 
 
 def calls_of_finding(module: str) -> Iterator[ast.Call]:
-    tree = ast.parse((ROOT / module).read_text())
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse((ROOT / module).read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding":
             yield node
 

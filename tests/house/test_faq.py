@@ -19,8 +19,7 @@ def block(language: str) -> str:
 
 
 def test_the_manifest_gives_every_container_one_memory_volume_under_one_user() -> None:
-    yaml = pytest.importorskip("yaml")
-    manifest = yaml.safe_load(block("yaml"))
+    manifest = pytest.importorskip("yaml").safe_load(block("yaml"))
     spec = manifest["spec"]
     (volume,) = spec["volumes"]
     assert volume["emptyDir"]["medium"] == "Memory" and volume["emptyDir"]["sizeLimit"]
@@ -29,14 +28,13 @@ def test_the_manifest_gives_every_container_one_memory_volume_under_one_user() -
         assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
         assert container["resources"]["limits"]["memory"]
     # Stand-in of a cluster: the schema of its API, without unknown keys.
-    validator = pytest.importorskip("kubernetes_validate")
-    validator.validate(manifest, "1.30", strict=True)
+    pytest.importorskip("kubernetes_validate").validate(manifest, "1.30", strict=True)
 
 
 def test_the_batch_script_ends_with_the_trainers_status_and_leaves_no_bus(tmp_path: Path) -> None:
     """Stand-ins: `srun` starts its command here, and the programs end at once."""
     job = str(os.getpid())
-    files = {
+    for name, text in {
         "srun": '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
         "shmbus": f'#!/bin/sh\nexec {sys.executable} -m shmbus.cli "$@"\n',
         "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
@@ -53,8 +51,7 @@ def test_the_batch_script_ends_with_the_trainers_status_and_leaves_no_bus(tmp_pa
             "sys.exit(7)\n"
         ),
         "job.sh": block("sh").replace("4GiB", "4MiB"),
-    }
-    for name, text in files.items():
+    }.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     environment = os.environ | {"SLURM_JOB_ID": job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}

@@ -69,5 +69,4 @@ def test_no_first_decode_builds_the_tables_of_a_class(spawn: Spawner) -> None:
     ]
     known = sorted(set().union(*map(decoded, modules)))
     assert ("shmbus.segment.fleet_note", "FleetNote") in known
-    found = spawn.script(FIRST, json.dumps([*known, *FURTHER])).finish()
-    assert json.loads(found) == []
+    assert json.loads(spawn.script(FIRST, json.dumps([*known, *FURTHER])).finish()) == []

@@ -56,9 +56,8 @@ def test_seconds_are_bytes_by_rate_and_a_link_bounds_them(said: Any) -> None:
 
 
 def test_kept_figures_name_no_place_of_a_machine() -> None:
-    found = {
+    assert not {
         path.name: places
         for path in RESULTS.glob("*.json")
         if (places := re.findall(r'"(?:/[\w.-]+){2,}"', path.read_text()))
     }
-    assert not found

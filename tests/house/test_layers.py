@@ -213,8 +213,7 @@ def test_every_room_has_a_module() -> None:
 
 
 def used_of_shmbus(path: Path) -> set[str]:
-    used = {name for name in imported_names(path) if name.split(".")[0].startswith("shmbus")}
-    return used | {
+    return {name for name in imported_names(path) if name.split(".")[0].startswith("shmbus")} | {
         f"shmbus.{node.attr}"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)

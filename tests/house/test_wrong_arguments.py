@@ -222,17 +222,12 @@ def attend(**options: Any) -> object:
     return varlen_attention(*[torch.zeros(4, 2, 8)] * 3, BORDERS, BORDERS, **given)
 
 
-def weigh(**options: Any) -> object:
-    return importance_correction(ROW, ROW, MASK, **options)
-
-
 def meta(**options: Any) -> object:
     return Manifest.plan([ParamMeta("a", "float32", (2,))], **options)
 
 
 def with_extra(bus: str, **options: Any) -> object:
-    extra = ExtraField(**{"kind": "token", **options})
-    return OnlineDataHandler(bus, extra_fields={"y": extra})
+    return OnlineDataHandler(bus, extra_fields={"y": ExtraField(**{"kind": "token", **options})})
 
 
 OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
@@ -337,7 +332,7 @@ OPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Wrong]]] = {
     ),
     "kl_estimate": (lambda bus, **o: kl_estimate(ROW, ROW, MASK, **o), {"kind": CHOICE}),
     "importance_correction": (
-        lambda bus, **o: weigh(**o),
+        lambda bus, **o: importance_correction(ROW, ROW, MASK, **o),
         {"mode": CHOICE, "high": NUMBER + of_value(-1, 0)},
     ),
 }  # fmt: skip

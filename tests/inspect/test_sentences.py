@@ -234,8 +234,7 @@ def trainer_left(scene: Scene) -> None:
 
 def workers_dead(scene: Scene) -> None:
     scene.trainer(then="wait")
-    worker = scene.worker(answers=1)
-    worker.kill()
+    scene.worker(answers=1).kill()
     scene.until(lambda status: not any(p.state == "alive" for p in status.producers))
 
 
@@ -318,9 +317,7 @@ def nobody_makes(scene: Scene) -> None:
 
 def all_dead(scene: Scene) -> None:
     scene.begin(retries=2)
-    trainer = scene.trainer()
-    worker = scene.worker(answers=1)
-    for child in (trainer, worker):
+    for child in (scene.trainer(), scene.worker(answers=1)):
         child.kill()
     if scene.daemon is not None:
         scene.daemon.kill()
@@ -633,8 +630,7 @@ def test_a_timeout_of_a_trainer_has_the_sentence_and_what_it_needs(
 def test_a_stall_report_begins_with_the_sentence(
     bus_name: str, spawn: Spawner, daemon: Callable[..., Daemon], served: bool
 ) -> None:
-    scene = Scene(bus_name, spawn, daemon, served)
-    workers_dead(scene)
+    workers_dead(Scene(bus_name, spawn, daemon, served))
     report = str(gather(bus_name, "a complete group", 1.0))
     assert "\n4 prompts are open, and no worker is attached" in report, report
 
@@ -648,8 +644,7 @@ def test_a_workers_stall_report_names_the_trainer_that_asks_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verdict, "BUSY_S", 0.0)
-    scene = Scene(bus_name, spawn, daemon, served)
-    trainer_busy(scene)
+    trainer_busy(Scene(bus_name, spawn, daemon, served))
     wait_until(lambda: "3 complete groups" in sentence_of(read_status(bus_name)))
     status = gather(bus_name, "space", 100.0).status
     assert status is not None and status.verdict is not None

@@ -261,8 +261,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hasty")
 def test_a_trainer_with_dead_workers_ends_with_details(served: str, spawn: Spawner) -> None:
-    worker = spawn.script(DIES, served)
-    worker.wait()
+    spawn.script(DIES, served).wait()
     with OnlineDataHandler(served, groups_per_batch=1) as handler:
         with pytest.raises(StallError, match=r"(?s)nothing has moved.*q1.*1 of 2") as caught:
             handler.next_batch()

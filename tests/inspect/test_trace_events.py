@@ -30,10 +30,9 @@ def spans(found: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
 
 def test_a_group_is_a_slice_until_its_lease_and_one_until_its_end() -> None:
     trace = TraceEvents("run1")
-    commits = [SampleCommit(0, 3, 10.0), SampleCommit(1, 4, 12.0)]
     made = trace.history(
         [
-            leased(1, 15.0, round=2, samples=commits),
+            leased(1, 15.0, round=2, samples=[SampleCommit(0, 3, 10.0), SampleCommit(1, 4, 12.0)]),
             event(2, 20.0, "acknowledged", who=TRAINER, instance_id="q", round=2, count=2),
         ]
     )
@@ -75,8 +74,7 @@ def test_a_group_that_is_given_back_waits_again() -> None:
     assert [e for e in spans(slices(made, "groups")) if e[0] == "q"] == [
         ("q", 10, 12), ("q", 14, 17),
     ]  # fmt: skip
-    ends = [e["args"]["end"] for e in slices(made, TRAINER)]
-    assert ends == ["given_back", "dropped: malformed"]
+    assert [e["args"]["end"] for e in slices(made, TRAINER)] == ["given_back", "dropped: malformed"]
 
 
 def test_a_drop_of_another_group_of_this_id_ends_no_lease() -> None:
@@ -133,8 +131,7 @@ def test_pauses_are_slices_and_deaths_are_instants_of_who_died() -> None:
         ("paused: new weights", 10, 13), ("paused", 14, 15),
     ]  # fmt: skip
     names = trace_format.processes(made)
-    told = [(names[e["pid"]], e["name"]) for e in made if e["ph"] == "i"]
-    assert told == [
+    assert [(names[e["pid"]], e["name"]) for e in made if e["ph"] == "i"] == [
         ("bus run1", "9 events were forgotten before they were read"),
         ("w0 (pid 5)", "producer died"),
         ("bus run1", "policy version 3 to 5"),

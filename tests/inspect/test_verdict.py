@@ -92,14 +92,12 @@ def test_unread_aborted_reservations_are_no_shortage(bus_name: str, spawn: Spawn
 
 
 def test_groups_with_one_producer_each_wait_for_it() -> None:
-    groups = [group(f"q{n}", cell(0, n), cell(1, n)) for n in range(1, 4)]
-    assert waiting_for(groups) == [1, 2, 3]
+    assert waiting_for([group(f"q{n}", cell(0, n), cell(1, n)) for n in range(1, 4)]) == [1, 2, 3]
 
 
 def test_a_missing_index_is_expected_from_who_always_sends_it() -> None:
     full = [cell(index, index + 1) for index in range(3)]
-    groups = [group("a", *full), group("b", *full[:2], cell(3, 4))]
-    assert waiting_for(groups) == [4, 3]
+    assert waiting_for([group("a", *full), group("b", *full[:2], cell(3, 4))]) == [4, 3]
 
 
 def test_whoever_it_cannot_be_told_of_is_not_blamed() -> None:

@@ -114,8 +114,7 @@ def test_a_missing_rank_is_named(bus_name: str, publisher_of: PoolPublisher) -> 
 
 def test_a_rank_writes_only_for_a_waiting_publisher(bus_name: str, spawn: Spawner) -> None:
     with PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=SIZE), timeout=20) as alone:
-        text = RANK.replace("timeout=20", "timeout=0.2")
-        child = spawn.script(text, bus_name, 1, 2, "go")
+        child = spawn.script(RANK.replace("timeout=20", "timeout=0.2"), bus_name, 1, 2, "go")
         child.expect("ready")
         write = alone.begin(1, SIZE, meta=b"same")
         assert write is not None
@@ -136,8 +135,7 @@ def test_a_rank_of_a_dead_one_keeps_its_slot(bus_name: str, spawn: Spawner, tmp_
     )  # fmt: skip
     leader.expect("ready")
     go_on = tmp_path / "go on"
-    child = rank_child(spawn, bus_name, "slow", go_on)
-    child.expect("slow")
+    rank_child(spawn, bus_name, "slow", go_on).expect("slow")
     leader.kill()
     with PoolPublisher(bus_name, KIND, timeout=0.05) as publisher:
         with pytest.raises(WaitTimeoutError, match=r"rank 1 .* still writes"):

@@ -94,8 +94,7 @@ MESSAGES = {
 
 
 def test_messages_become_the_chat_that_vllm_makes_of_them() -> None:
-    dialect = DIALECTS["/v1/messages"](MESSAGES, {})
-    assert dialect.call == {
+    assert DIALECTS["/v1/messages"](MESSAGES, {}).call == {
         "model": "m",
         "messages": [
             {"role": "system", "content": "be brief"},
@@ -267,8 +266,7 @@ def test_an_answer_becomes_items_that_a_later_call_may_name() -> None:
 def test_a_stream_of_items_numbers_its_events_and_ends_with_the_whole() -> None:
     found = events(DIALECTS["/v1/responses"]({**RESPONSES, "stream": True}, {}))
     assert [each["sequence_number"] for each in found] == list(range(len(found)))
-    kinds = [each["type"].removeprefix("response.") for each in found]
-    assert kinds == [
+    assert [each["type"].removeprefix("response.") for each in found] == [
         "created", "in_progress",
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
         "reasoning_text.done", "content_part.done", "output_item.done",
@@ -301,10 +299,9 @@ def test_events_are_cut_out_of_bytes_in_pieces_of_any_size() -> None:
     raw = b': hello\n\ndata: {"a":1}\n\nevent: x\r\ndata: two\r\ndata: lines\r\n\r\ndata:[DONE]\n\n'
     for size in range(1, len(raw)):
         parser = EventParser()
-        found = [
+        assert [
             data for at in range(0, len(raw), size) for data in parser.feed(raw[at : at + size])
-        ]
-        assert found == [b'{"a":1}', b"two\nlines", b"[DONE]"], size
+        ] == [b'{"a":1}', b"two\nlines", b"[DONE]"], size
 
 
 def test_an_event_without_an_end_is_bounded() -> None:

@@ -56,8 +56,7 @@ def test_the_prompt_comes_with_the_session_and_the_score_puts_the_sample(scene: 
 
 
 def test_a_key_in_the_address_does_for_harnesses_that_take_no_other(scene: Scene) -> None:
-    answer = opened(scene.recorder, scene.feeder)
-    url = answer["url_with_key"]
+    url = opened(scene.recorder, scene.feeder)["url_with_key"]
     assert ask(f"{url}/chat/completions", CALL, "anything")[0] == 200
     assert ask(f"{url}/v1/chat/completions", CALL)[0] == 200
     root = url.removesuffix("/v1")
@@ -114,8 +113,7 @@ def test_a_failure_is_reported_and_the_sample_comes_again(scene: Scene) -> None:
 
 
 def test_a_harness_that_dies_has_its_sample_fail_after_a_while(scene: Scene) -> None:
-    answer = opened(scene.start_recorder(scene.engine, idle_s=0.2), scene.feeder)
-    call(answer)
+    call(opened(scene.start_recorder(scene.engine, idle_s=0.2), scene.feeder))
 
     def again() -> shmbus.Request | None:
         assert not scene.consumer.take(1, timeout=0.02)
@@ -125,8 +123,7 @@ def test_a_harness_that_dies_has_its_sample_fail_after_a_while(scene: Scene) -> 
 
 
 def test_an_engine_without_the_recorded_experts_is_named(scene: Scene) -> None:
-    recorder = scene.start_recorder(scene.engine, experts=(1, 1))
-    answer = opened(recorder, scene.feeder)
+    answer = opened(scene.start_recorder(scene.engine, experts=(1, 1)), scene.feeder)
     status, body = ask(f"{answer['base_url']}/chat/completions", CALL, answer["api_key"])
     assert (status, body["error"]["code"]) == (404, "bad_answer")
     assert "--enable-return-routed-experts" in body["error"]["message"]

@@ -89,12 +89,6 @@ def known(recorder: Any) -> list[Any]:
     return [(each["version"], each["version_by"]) for each in engines]
 
 
-def true_versions(sample: shmbus.Trajectory) -> set[int]:
-    """Return the versions that sampled the tokens of a sample, by their logprobs."""
-    mask = sample["loss_mask"].astype(bool)
-    return {version_of(float(value)) for value in sample["logprobs"][mask]}
-
-
 def call(recorder: Any, key: str, text: str) -> tuple[int, dict[str, Any]]:
     body = {"model": "m", "messages": [user(text)]}
     return ask(f"{recorder.url}/v1/chat/completions", body, key)
@@ -152,7 +146,8 @@ def test_sessions_go_on_when_a_restarted_engine_has_weights_and_every_label_is_t
     samples = [t for group in consumer.take(SESSIONS // GROUP, timeout=30.0) for t in group]
     assert len(samples) == SESSIONS
     for sample in samples:
-        met = true_versions(sample)
+        sampled = sample["logprobs"][sample["loss_mask"].astype(bool)]
+        met = {version_of(float(value)) for value in sampled}
         assert NO_WEIGHTS not in met
         assert (min(met), max(met)) == (sample.policy_version, sample.newest_policy_version)
 
@@ -248,8 +243,7 @@ def test_without_rows_an_engine_runs_version_0_until_there_is_another(
     for number in range(2):
         feeder.request(f"q{number}", group_size=1)
     sessions = [open_session(strict), open_session(assuming)]
-    recorders = [strict, assuming]
-    for recorder, session in zip(recorders, sessions, strict=True):
+    for recorder, session in zip([strict, assuming], sessions, strict=True):
         assert known(recorder) == [([0, 0], "start")]
         assert call(recorder, session["api_key"], "one")[0] == 200
     consumer.policy_version = 4
@@ -312,8 +306,7 @@ def test_a_server_has_version_0_until_it_loads_one_but_not_after_it_was_started_
     url = "http://127.0.0.1:1"
 
     def known() -> int | None:
-        trainers = consumer.policy_version
-        found = producer._servers.read(trainers, afresh=True).get(url)
+        found = producer._servers.read(consumer.policy_version, afresh=True).get(url)
         return producer.version_of(url) if found is None else found.oldest
 
     def attached() -> PoolReader:

@@ -233,57 +233,30 @@ DIALECTS: Any = {"messages": messages_agent, "responses": responses_agent}
 # -- doubt
 
 
-def edited(talk: list[Any], ask: dict[str, Any]) -> None:
-    talk[1] = {**talk[1], "content": "never said"}
+def changed(number: int, **new: Any) -> Any:
+    return lambda talk: [*talk[:number], {**talk[number], **new}, *talk[number + 1 :]]
 
 
-def recalled(talk: list[Any], ask: dict[str, Any]) -> None:
-    talk[1] = {**talk[1], "reasoning": "never thought"}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
+LISTEN = {**TOOL, "function": {"name": "listen", "parameters": {}}}
 
 
-def asked_anew(talk: list[Any], ask: dict[str, Any]) -> None:
-    talk[0] = user("hello!")
-
-
-def noted(talk: list[Any], ask: dict[str, Any]) -> None:
-    talk[0] = {**talk[0], "name": "nonce"}
-
-
-def compacted(talk: list[Any], ask: dict[str, Any]) -> None:
-    del talk[1:3]
-
-
-def prefilled(talk: list[Any], ask: dict[str, Any]) -> None:
-    talk.append({"role": "assistant", "content": "so"})
-
-
-def shows(talk: list[Any], ask: dict[str, Any]) -> None:
-    image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
-    talk.append({"role": "user", "content": [image]})
-
-
-def retooled(talk: list[Any], ask: dict[str, Any]) -> None:
-    ask["tools"] = [{**TOOL, "function": {"name": "listen", "parameters": {}}}]
-
-
-def thinks(talk: list[Any], ask: dict[str, Any]) -> None:
-    ask["chat_template_kwargs"] = {"enable_thinking": False}
-
-
-def given_ids(talk: list[Any], ask: dict[str, Any]) -> None:
-    ask["kv_transfer_params"] = {"prompt_token_ids": [1, 101]}
-
-
-def constrained(talk: list[Any], ask: dict[str, Any]) -> None:
-    ask["response_format"] = {"type": "json_object"}
-
-
-@pytest.mark.parametrize(("change", "how"), [
-    (edited, "history"), (recalled, "history"), (asked_anew, "history"), (noted, "history"),
-    (compacted, "history"), (prefilled, "history"), (shows, "media"), (retooled, "options"),
-    (thinks, "options"), (given_ids, "options"), (constrained, "options"),
+@pytest.mark.parametrize(("change", "options", "how"), [
+    (changed(1, content="never said"), {}, "history"),
+    (changed(1, reasoning="never thought"), {}, "history"),
+    (changed(0, content="hello!"), {}, "history"),
+    (changed(0, name="nonce"), {}, "history"),
+    (lambda talk: [talk[0], *talk[3:]], {}, "history"),
+    (lambda talk: [*talk, {"role": "assistant", "content": "so"}], {}, "history"),
+    (lambda talk: [*talk, {"role": "user", "content": [IMAGE]}], {}, "media"),
+    (list, {"tools": [LISTEN]}, "options"),
+    (list, {"chat_template_kwargs": {"enable_thinking": False}}, "options"),
+    (list, {"kv_transfer_params": {"prompt_token_ids": [1, 101]}}, "options"),
+    (list, {"response_format": {"type": "json_object"}}, "options"),
 ])  # fmt: skip
-def test_a_changed_call_is_rendered_by_the_engine(change: Any, how: str, scene: Scene) -> None:
+def test_a_changed_call_is_rendered_by_the_engine(
+    change: Any, options: dict[str, Any], how: str, scene: Scene
+) -> None:
     recorder = scene.start_recorder(scene.engine, train_grammar=True)
     use(scene.engine, "qwen3")
     scene.engine.script = ["<t>hm</t>said", "more", "third"]
@@ -291,11 +264,9 @@ def test_a_changed_call_is_rendered_by_the_engine(change: Any, how: str, scene: 
         talk = [user("hello")]
         for _ in range(2):
             talk += [returned(chat(session, talk, tools=[TOOL])), user("go on")]
-        ask: dict[str, Any] = {"tools": [TOOL]}
-        change(talk, ask)
-        chat(session, talk, **ask)
+        chat(session, change(talk), **{"tools": [TOOL], **options})
         assert session.finish(1.0)
-    assert (how == "options" and "kv_transfer_params" in ask) or shown(scene.engine)
+    assert (how == "options" and "kv_transfer_params" in options) or shown(scene.engine)
     assert counts(recorder) == {"start": 1, "stitched": 1, how: 1}
     (sample,) = scene.taken()
     assert sorted(trained(sample)) == sorted(sampled(scene.engine.record))

@@ -17,6 +17,17 @@ def turn(prompt: list[int], output: list[int], **more: Any) -> Turn:
     )  # fmt: skip
 
 
+def of(*turns: Turn) -> Transcript:
+    transcript = Transcript()
+    for each in turns:
+        transcript.add(each)
+    return transcript
+
+
+def routed(count: int, by: int) -> np.ndarray[Any, Any]:
+    return np.full((count, 2, 1), by, np.uint8)
+
+
 def shown(transcript: Transcript) -> list[tuple[list[int], list[int], int]]:
     return [
         (row["tokens"].tolist(), row["loss_mask"].tolist(), row["prefix_length"])
@@ -25,10 +36,7 @@ def shown(transcript: Transcript) -> list[tuple[list[int], list[int], int]]:
 
 
 def test_tokens_that_end_alike_in_bytes_are_not_the_same() -> None:
-    transcript = Transcript()
-    transcript.add(turn([256], [1]))
-    transcript.add(turn([1, 256, 1], [5]))
-    assert len(transcript.rows()) == 2
+    assert len(of(turn([256], [1]), turn([1, 256, 1], [5])).rows()) == 2
 
 
 def test_drift_is_text_that_goes_on_while_its_tokens_do_not() -> None:
@@ -40,20 +48,13 @@ def test_drift_is_text_that_goes_on_while_its_tokens_do_not() -> None:
 
 
 def test_versions_of_all_turns_are_the_samples() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1], [2], versions=Span(4, 5)))
-    transcript.add(turn([1, 2], [3], versions=Span(3, 4)))
-    assert transcript.versions == Span(3, 5)
+    older = turn([1, 2], [3], versions=Span(3, 4))
+    assert of(turn([1], [2], versions=Span(4, 5)), older).versions == Span(3, 5)
 
 
 def test_experts_are_those_that_sampled_a_token_and_the_last_ones_come_with_the_next_call() -> None:
-    def routed(count: int, by: int) -> np.ndarray[Any, Any]:
-        return np.full((count, 2, 1), by, np.uint8)
-
-    transcript = Transcript()
-    transcript.add(turn([1, 2], [3, 4], experts=routed(3, 1)))
-    transcript.add(turn([1, 2, 3, 4, 5], [6], experts=routed(5, 2)))
-    (row,) = transcript.rows()
+    first = turn([1, 2], [3, 4], experts=routed(3, 1))
+    (row,) = of(first, turn([1, 2, 3, 4, 5], [6], experts=routed(5, 2))).rows()
     assert row["routed_experts"][:, 0, 0].tolist() == [1, 1, 1, 2, 2, 0]
 
 
@@ -141,10 +142,8 @@ def test_random_answers_are_taken_out_alone(round: int, seed: int) -> None:
 
 
 def test_an_answer_that_a_later_call_goes_on_from_stays() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1, 2], [3, 4]))
-    transcript.add(turn([1, 2, 3, 4, 5], [6]))
-    transcript.add(turn([1, 2, 3, 4, 5, 6, 7], [8]))
+    more = [turn([1, 2, 3, 4, 5], [6]), turn([1, 2, 3, 4, 5, 6, 7], [8])]
+    transcript = of(turn([1, 2], [3, 4]), *more)
     before = shown(transcript)
     assert not any(transcript.undo(each) for each in transcript.recorded[:2])
     assert shown(transcript) == before
@@ -153,22 +152,16 @@ def test_an_answer_that_a_later_call_goes_on_from_stays() -> None:
 
 
 def test_an_answer_in_the_place_of_a_lost_one_continues_the_row() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1], [2]))
-    transcript.add(turn([1, 2, 3], [4], versions=Span(5, 9)))
-    transcript.add(turn([1, 2, 3], [4, 7]))
+    lost = turn([1, 2, 3], [4], versions=Span(5, 9))
+    transcript = of(turn([1], [2]), lost, turn([1, 2, 3], [4, 7]))
     assert transcript.undo(transcript.recorded[1])
     assert shown(transcript) == [([1, 2, 3, 4, 7], [0, 1, 0, 1, 1], 0)]
     assert transcript.versions == Span(0, 0)
 
 
 def test_experts_of_a_shared_prefix_are_those_of_its_row() -> None:
-    def routed(count: int, by: int) -> np.ndarray[Any, Any]:
-        return np.full((count, 2, 1), by, np.uint8)
-
-    transcript = Transcript()
-    transcript.add(turn([1, 2], [3, 4], experts=routed(3, 1)))
-    transcript.add(turn([1, 2, 9], [6], experts=routed(3, 2)))
+    first = turn([1, 2], [3, 4], experts=routed(3, 1))
+    transcript = of(first, turn([1, 2, 9], [6], experts=routed(3, 2)))
     assert [row["routed_experts"][:, 0, 0].tolist() for row in transcript.rows()] == [
         [1, 1, 1, 0], [1, 1, 2, 0],
     ]  # fmt: skip
@@ -176,12 +169,10 @@ def test_experts_of_a_shared_prefix_are_those_of_its_row() -> None:
 
 
 def test_a_grammar_masks_its_tokens_and_is_counted() -> None:
-    transcript = Transcript()
-    transcript.add(turn([1], [2], sampling={"temperature": 0.3}))
-    transcript.add(
-        turn(
-            [1, 2], [3, 4], sampling={"temperature": 1.0, "top_k": 4.0}, grammar=True, trained=False
-        )
+    sampling = {"temperature": 1.0, "top_k": 4.0}
+    transcript = of(
+        turn([1], [2], sampling={"temperature": 0.3}),
+        turn([1, 2], [3, 4], sampling=sampling, grammar=True, trained=False),
     )
     assert shown(transcript) == [([1, 2, 3, 4], [0, 1, 0, 0], 0)]
     assert (transcript.sampled, transcript.grammar_tokens) == (3, 2)

@@ -39,8 +39,7 @@ def pack(bus: str, *heads: RecordHead) -> bytes:
 
 
 def announce(made: Coordinator, bus: str, number: int, *heads: RecordHead) -> list[m.Message]:
-    mine = pack(bus, *heads)
-    return made.announced(m.Announcement(bus, (1, number), number == 1, mine), 0.0)
+    return made.announced(m.Announcement(bus, (1, number), number == 1, pack(bus, *heads)), 0.0)
 
 
 def test_samples_of_one_group_may_come_from_any_nodes() -> None:
@@ -53,8 +52,7 @@ def test_samples_of_one_group_may_come_from_any_nodes() -> None:
 
 def test_what_is_not_trained_on_goes_first_and_waits_for_its_split() -> None:
     made = coordinator(window_bytes=100)
-    trained = [head(f"q{i}", 1, 0, i) for i in range(6)]
-    said = announce(made, B0, 1, *trained)
+    said = announce(made, B0, 1, *[head(f"q{i}", 1, 0, i) for i in range(6)])
     assert [len(each.origins) for each in said if isinstance(each, m.Assignment)] == [1, 1]
     heads = pack(B0, head("e", 1, 0, 9)._replace(split=2))
     news = m.Announcement(B0, (1, 2), False, heads, splits=("train", "none", "eval"))

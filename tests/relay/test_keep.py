@@ -602,7 +602,6 @@ def test_reboots_are_safe(buses: dict[str, str], tmp_path: Path, spawn: Spawner,
             shmbus.Consumer(buses["t"]) as consumer,
         ):
             back = {group.instance_id for group in consumer.take(timeout=2.0)}
-        done = {name for name, _ in said}
-        assert there - done <= back, "put, and lost"
+        assert there - {name for name, _ in said} <= back, "put, and lost"
         assert not back & long_done, "acknowledged long ago, and back"
         lose_memory(buses)

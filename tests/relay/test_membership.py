@@ -170,8 +170,7 @@ def test_a_sink_that_cannot_keep_has_not_begun_and_says_why(
 
 
 def test_weights_without_a_publisher_say_so(bus_name: str) -> None:
-    plan = PartyPlan("weights", "own", "own", bus_name, mirrors=["m"])
-    host = Host(plan, lambda *message: None)
+    host = Host(PartyPlan("weights", "own", "own", bus_name, mirrors=["m"]), lambda *message: None)
     host.start()
     wait_until(lambda: not host.describe()["begun"] and host.describe().get("error"))
     trainer = Trainer(bus_name, SIZE, SEED)

@@ -105,8 +105,7 @@ def test_a_patch_crosses_to_nodes_with_its_base(trainer: Trainer, nodes: list[st
 
 
 def test_blocks_have_digests_where_the_publisher_made_some(bus_name: str, nodes: list[str]) -> None:
-    spec = PoolSpec(slot_bytes=SIZE)
-    with PoolPublisher(f"{bus_name}.t", POOL_KIND, spec=spec) as publisher:
+    with PoolPublisher(f"{bus_name}.t", POOL_KIND, spec=PoolSpec(slot_bytes=SIZE)) as publisher:
         write = publisher.begin(1, SIZE)
         assert write is not None
         write.view()[:] = 7

@@ -249,8 +249,7 @@ class SourcePart:
         if given == STEP and what == MAKE:
             return new, said  # its next message carries the news
         ended = [number for number, made in new.rows.items() if made and number == DROPPED]
-        wants = int(not new.unmade and MAKE in new.script)
-        word = taker.say(TRAINER, ended, wants)
+        word = taker.say(TRAINER, ended, int(not new.unmade and MAKE in new.script))
         return new, [Said(word, SENDER, (SENDER, PART[self.bus]))]
 
     def for_nothing(self, state: SourceState, given: Any) -> int:

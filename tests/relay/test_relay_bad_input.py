@@ -92,8 +92,7 @@ def test_a_stranger_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureF
         wait_until(lambda: made.coordinator.pure is not None)
         heads = pack_heads([head("f" * 32, 0, 0)])
         for number in (1, 2):
-            news = m.Announcement("f" * 32, (1, number), True, heads)
-            made.send("stranger", COORDINATOR, news)
+            made.send("stranger", COORDINATOR, m.Announcement("f" * 32, (1, number), True, heads))
         wait_until(lambda: made.coordinator.refused == 2)
         (told,) = [each.getMessage() for each in caplog.records if "stranger" in each.getMessage()]
         assert f"announces bus {'f' * 32} to {COORDINATOR}" in told and "start the relay" in told

@@ -108,8 +108,7 @@ def test_a_group_chosen_by_workers_is_cancelled_everywhere(buses: dict[str, str]
 
 
 def test_a_request_whose_group_a_policy_drops_ends_on_every_bus(buses: dict[str, str]) -> None:
-    policy = StashPolicy(skip_zero_variance=True)
-    with relayed(buses, "a", policy=policy) as (
+    with relayed(buses, "a", policy=StashPolicy(skip_zero_variance=True)) as (
         _,
         consumer,
         producer,
@@ -338,8 +337,7 @@ def give_back(name: str) -> Callable[[int], None]:
         taker = producer if number < 150 else shmbus.Producer(name)
         if number == 150:
             producer.requests.release(kept[0])
-            again = next_request(taker)
-            assert again.instance_id == "q0"
+            assert next_request(taker).instance_id == "q0"
         while (request := taker.requests.next(timeout=0)) is not None:
             if request.instance_id == "q0":
                 kept.append(request)

@@ -309,9 +309,8 @@ def test_numbers_of_labels_are_given_once_and_to_no_label_that_is_none() -> None
 
 def test_neither_equal_scores_nor_an_old_policy_end_an_evaluation(unlike: dict[str, str]) -> None:
     a, t = unlike["a"], unlike["t"]
-    policy = StashPolicy(skip_zero_variance=True, max_policy_lag=1)
     with (
-        relay([a], [t], policy=policy) as made,
+        relay([a], [t], policy=StashPolicy(skip_zero_variance=True, max_policy_lag=1)) as made,
         shmbus.Bus.open(t) as bus,
         shmbus.Consumer(t) as consumer,
         shmbus.Producer(a) as producer,

@@ -188,8 +188,7 @@ def test_a_lane_whose_rows_are_all_taken_names_the_request_capacity_to_set(bus_n
             with pytest.raises(shmbus.BusFullError) as caught:
                 feeder.request_many(items(0, 400, size=1), timeout=0)
             said.append(caught.value.accepted)  # type: ignore[attr-defined]
-            numbers = re.findall(r"request_capacity=(\d+)", str(caught.value))
-            capacity = int(numbers[0])
+            capacity = int(re.findall(r"request_capacity=(\d+)", str(caught.value))[0])
     assert said[1] >= 2 * said[0] > 0
 
 

@@ -256,8 +256,7 @@ def test_other_sequences_and_tensors_of_any_kind_are_taken(bus: Bus) -> None:
             assert ends.sent(tokens=tokens)["tokens"].tolist() == [1, 2, 3]
         for more in (grid, grid.T.contiguous().T, [row for row in grid], grid.bfloat16(),
                      [grid[0].tolist(), grid[1], grid[2].detach().numpy()]):  # fmt: skip
-            got = ends.sent(tokens=[1], more=more)["more"]
-            assert np.array_equal(got, grid.detach().numpy())
+            assert np.array_equal(ends.sent(tokens=[1], more=more)["more"], grid.detach().numpy())
 
 
 def test_bfloat16_comes_back_bit_by_bit(bus: Bus) -> None:
@@ -265,8 +264,7 @@ def test_bfloat16_comes_back_bit_by_bit(bus: Bus) -> None:
     tensor = torch.randn(5, 3, dtype=torch.float32).bfloat16()[::2].requires_grad_()
     numbers = [1.0, 1 / 3, -2.5e-40, 3.0e38, float("inf")]
     with Ends(bus) as plain:
-        sent = plain.sent(hidden=tensor)["hidden"]
-        assert torch.equal(_as_bfloat16(sent), tensor)
+        assert torch.equal(_as_bfloat16(plain.sent(hidden=tensor)["hidden"]), tensor)
     with Ends(bus, {"hidden": ("bfloat16", ...)}) as ends:
         assert torch.equal(_as_bfloat16(ends.sent(hidden=tensor)["hidden"]), tensor)
         expected = torch.tensor(numbers).bfloat16()
@@ -290,8 +288,7 @@ def _as_bfloat16(field: np.ndarray[Any, Any]) -> Any:
 def test_every_half_and_bfloat16_is_rounded_as_pytorch_rounds_it(bus: Bus, seed: int) -> None:
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(seed)
-    bits = np.arange(2**16, dtype=np.uint16)
-    halves = bits.view(np.float16).astype(np.float64)
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float64)
     # Each half, its close neighbours, and the middles themselves.
     with np.errstate(invalid="ignore"):
         middles = (halves[:-1] + halves[1:]) / 2

@@ -38,8 +38,7 @@ def path_of(name: str) -> Path:
 
 
 def put(producer: Producer, key: str, **more: Any) -> None:
-    arguments = {"group_size": 1, "index": 0, "x": np.arange(30), "timeout": 20, **more}
-    producer.put(key, **arguments)
+    producer.put(key, **{"group_size": 1, "index": 0, "x": np.arange(30), "timeout": 20, **more})
 
 
 def names_taken(consumer: Consumer) -> list[str]:

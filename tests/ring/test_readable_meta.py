@@ -78,8 +78,7 @@ def test_a_score_that_overflows_float32_is_refused_and_nothing_is_put(
         producer.put("q", group_size=2, index=1, score=score, x=X)
     with pytest.raises(ValueError, match="score"):
         producer.put_many([{"instance_id": "q", "group_size": 2, "index": 1, "score": score}])
-    fields = {"x": ("float32", 3)}
-    slot = producer.reserve("q", group_size=2, index=1, fields=fields)
+    slot = producer.reserve("q", group_size=2, index=1, fields={"x": ("float32", 3)})
     with pytest.raises(ValueError, match="score"):
         slot.score = score
     slot.abort()
@@ -93,8 +92,7 @@ def test_a_meta_that_no_process_could_read_is_refused_and_nothing_is_put(
     meta: Any = UNREADABLE[what]
     with Feeder(bus.name) as feeder, pytest.raises(TypeError, match="meta"):
         feeder.request("q", group_size=1, meta=meta)
-    feeder_took = producer.requests.next(0)
-    assert feeder_took is None
+    assert producer.requests.next(0) is None
     for put in (producer.put, lambda *a, **k: producer.put_group("g", [{"meta": meta, "x": X}])):
         with pytest.raises(TypeError, match="meta"):
             put("q", group_size=1, index=0, meta=meta, x=X)

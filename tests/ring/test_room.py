@@ -81,11 +81,10 @@ def test_each_level_of_each_hierarchy_is_a_limit(
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    found = {
+    assert {
         limit.name.split(" ", 3)[3].removeprefix("/sys/fs/cgroup"): limit[1:3]
         for limit in room.cgroup_limits(tmp_path)
-    }
-    assert found == left
+    } == left
 
 
 def test_without_proc_there_is_no_limit(tmp_path: Path) -> None:
@@ -123,8 +122,7 @@ def test_what_does_not_fit_a_limit_is_refused_with_both_numbers(
 
 def test_a_refusal_says_what_gc_would_free(bus_name: str, spawn: Spawner) -> None:
     dead = f"{bus_name}-dead"
-    child = spawn.script("import sys, shmbus; shmbus.Bus.create(sys.argv[1], '4MiB')", dead)
-    child.wait()
+    spawn.script("import sys, shmbus; shmbus.Bus.create(sys.argv[1], '4MiB')", dead).wait()
     with Bus.create(f"{bus_name}-lives", "1MiB"):
         found = room.abandoned()
     assert shm_path(dead) in found and shm_path(f"{bus_name}-lives") not in found
@@ -170,6 +168,5 @@ def small_cgroup() -> Iterator[Path]:
 def test_a_bus_above_a_cgroups_limit_is_refused_before_the_kernel_kills_its_maker(
     bus_name: str, small_cgroup: Path, spawn: Spawner
 ) -> None:
-    child = spawn.script(JOINED, bus_name, str(small_cgroup), fresh=True)
-    said = child.finish(60.0)
+    said = spawn.script(JOINED, bus_name, str(small_cgroup), fresh=True).finish(60.0)
     assert "refused" in said and small_cgroup.name in said and "48.0 MiB" in said

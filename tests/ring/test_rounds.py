@@ -103,8 +103,7 @@ def test_a_scribbled_counter_still_gives_rounds_that_put_takes(bus_name: str) ->
         with open(SHM_DIR / f"shmbus.{bus_name}", "r+b") as file:
             os.pwrite(file.fileno(), b"\xff" * 8, _next_round_at())
         for _ in range(3):
-            round = producer.next_round()
-            producer.put("q", group_size=1, index=0, round=round, tokens=DATA)
+            producer.put("q", group_size=1, index=0, round=producer.next_round(), tokens=DATA)
 
 
 def _next_round_at() -> int:

@@ -27,13 +27,6 @@ def assert_rows(rows: Any) -> None:
     assert rows[0]["tokens"].dtype == np.int32 and rows[0]["loss_mask"].dtype == np.uint8
 
 
-def arrays_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {name: np.asarray(v) if isinstance(v, list) else v for name, v in row.items()}
-        for row in rows
-    ]
-
-
 def test_rows_come_back_as_views_of_the_ring(bus: Bus, producer: Producer) -> None:
     image = np.arange(6.0).reshape(3, 2)
     producer.put("q", group_size=1, index=0, score=2.0, rows=ROWS, image=image, timeout=10)
@@ -77,7 +70,11 @@ def test_every_way_to_put_takes_rows(bus: Bus, producer: Producer) -> None:
     with Feeder(bus.name) as feeder:
         feeder.request("request", group_size=1, prompt=np.arange(3))
         request = next_request(producer)
-        assert producer.requests.answer(request, score=1.0, rows=tuple(arrays_of(ROWS)))
+        rows = tuple(
+            {name: np.asarray(v) if isinstance(v, list) else v for name, v in row.items()}
+            for row in ROWS
+        )
+        assert producer.requests.answer(request, score=1.0, rows=rows)
     with Consumer(bus.name) as consumer:
         groups = []
         while len(groups) < 6:

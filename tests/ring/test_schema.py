@@ -355,12 +355,6 @@ def test_random_changes_of_an_encoded_schema_are_refused_or_bounded(seed: int) -
 # --- place
 
 
-def _part_at(name: str) -> int:
-    """Return the offset of the declared part in the file, found by its content."""
-    raw: bytes = (SHM_DIR / f"shmbus.{name}").read_bytes()
-    return raw.index(parse(SCHEMA).encoded) - 8
-
-
 @pytest.mark.parametrize(
     ("offset", "value"),
     [(0, struct.pack("<I", 2**31)), (0, struct.pack("<I", 5)), (4, b"\xff" * 4), (20, b"\xff")],
@@ -371,7 +365,8 @@ def test_a_damaged_schema_is_refused_by_producers_and_shown_to_operators(
     with Producer(bus.name) as producer:
         put(producer)
         with (SHM_DIR / f"shmbus.{bus.name}").open("r+b") as file:
-            os.pwrite(file.fileno(), value, _part_at(bus.name) + offset)
+            part = file.read().index(parse(SCHEMA).encoded) - 8
+            os.pwrite(file.fileno(), value, part + offset)
         with pytest.raises(shmbus.LayoutMismatchError, match="damaged declared schema"):
             Producer(bus.name)
         put(producer)  # owns a copy
@@ -391,8 +386,7 @@ def test_status_and_a_snapshot_have_the_schema(bus: Bus, tmp_path: Path) -> None
     pytest.importorskip("safetensors")
     with Producer(bus.name) as producer:
         put(producer)
-    manifest = snapshot.take(bus.name, tmp_path / "snapshot")
-    assert manifest.schema == list(fields_of(parse(SCHEMA)))
+    assert snapshot.take(bus.name, tmp_path / "snapshot").schema == list(fields_of(parse(SCHEMA)))
     restored = f"{bus.name}.again"
     snapshot.restore(tmp_path / "snapshot", restored)
     try:

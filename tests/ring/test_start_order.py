@@ -39,18 +39,13 @@ def put(producer: Producer, key: str) -> None:
     producer.put(key, group_size=1, index=0, x=np.arange(3), timeout=LONG_S)
 
 
-def make_soon(name: str) -> threading.Thread:
-    thread = threading.Timer(0.1, lambda: Bus.create(name, "1MiB").close())
-    thread.start()
-    return thread
-
-
 # --- waiting
 
 
 @pytest.mark.parametrize("kind", [Producer, Consumer])
 def test_who_starts_first_waits_for_the_bus(bus_name: str, kind: Callable[..., Any]) -> None:
-    maker = make_soon(bus_name)
+    maker = threading.Timer(0.1, lambda: Bus.create(bus_name, "1MiB").close())
+    maker.start()
     with kind(bus_name, wait=LONG_S) as handle:
         assert handle.stats().committed == 0
     maker.join()

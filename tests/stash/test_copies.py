@@ -58,17 +58,13 @@ def test_a_copy_is_read_by_the_names_of_its_original() -> None:
         assert hasattr(Trajectory, special) and hasattr(TrajectoryCopy, special)
 
 
-def same_rows(ones: Any, others: Any) -> None:
-    for one, other in zip(ones, others, strict=True):
-        assert one.keys() == other.keys() and one.prefix_length == other.prefix_length
-        assert all(np.array_equal(one[name], other[name]) for name in one)
-
-
 def same(one: Any, other: Any) -> None:
     for attribute in sorted(names_to_read(TrajectoryCopy)):
         value = getattr(one, attribute)
         if attribute == "rows":
-            same_rows(value, other.rows)
+            for row, its in zip(value, other.rows, strict=True):
+                assert row.keys() == its.keys() and row.prefix_length == its.prefix_length
+                assert all(np.array_equal(row[name], its[name]) for name in row)
         elif not callable(value):
             assert value == getattr(other, attribute), attribute
     assert one.keys() == other.keys() == tuple(one) == tuple(other)
@@ -122,8 +118,7 @@ def test_a_copy_is_its_holders_own(name: str) -> None:
         again.meta["env"] = "again"
         assert set(made["tokens"]) == {7} and made.meta["env"] == "mine"
         whole = group.copy()
-        deeper = whole.copy()
-        deeper[0]["tokens"][:] = 9
+        whole.copy()[0]["tokens"][:] = 9
         assert whole[0]["tokens"].tolist() == list(range(5))
 
 

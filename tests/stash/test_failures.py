@@ -240,8 +240,7 @@ def test_a_new_collector_finds_what_failed_and_who_has_taken_what(
         for key in "ab":
             producer.fail(key, 2, f"flaky {key}", group_size=4)
         taker = Producer(bus_name, label="taker")
-        mine = wait_until(lambda: taker.requests.retries(limit=1))
-        assert mine[0].instance_id == "a"
+        assert wait_until(lambda: taker.requests.retries(limit=1))[0].instance_id == "a"
         # The other's taker dies, without a trace in the ring.
         doomed = spawn.script(TAKER, bus_name)
         doomed.expect("took b/2/1")

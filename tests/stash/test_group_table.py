@@ -188,8 +188,7 @@ def test_the_complete_groups_of_a_key_are_found_without_a_look_at_the_rest(seed:
         put(rows, Sample(key, 1, 0))
         if step % 3:
             [entry] = rows.lease(1)
-            ends = generator.choice([rows.remove, rows.give_back, lambda entry: None])
-            ends(entry)
+            generator.choice([rows.remove, rows.give_back, lambda entry: None])(entry)
     for entry in rows.lease(rows.ready_groups // 2) + [
         entry for key in expected for entry in rows.full(key)
     ]:

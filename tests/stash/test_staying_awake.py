@@ -49,11 +49,6 @@ def state_of(thread: int) -> str:
         return stat.read().rsplit(")", 1)[1].split()[0]
 
 
-def put_the_rest(bus: str) -> None:
-    with Producer(bus) as producer:
-        producer.put("half", group_size=2, index=1, x=np.arange(4), timeout=30)
-
-
 def test_a_signal_ends_the_take_of_a_consumer_that_records_keep_awake(
     bus: str, spawn: Spawner
 ) -> None:
@@ -97,6 +92,7 @@ def test_who_stayed_awake_sleeps_when_records_stop_and_is_woken_by_the_next(
         wait_until(lambda: consumer.stats().dropped.get("duplicate", 0) > 1000)
         child.kill()
         wait_until(lambda: state_of(thread) == "S")
-        put_the_rest(bus)
+        with Producer(bus) as producer:
+            producer.put("half", group_size=2, index=1, x=np.arange(4), timeout=30)
         (group,) = taken.result(60)
         assert (group.instance_id, len(group)) == ("half", 2)

@@ -46,17 +46,13 @@ def put(producer: Producer, key: str, index: int = 0, size: int = 1) -> None:
     producer.put(key, group_size=size, index=index, x=np.arange(4), timeout=30)
 
 
-def asleep_soon(task: int) -> None:
+def interrupt_the_main_thread() -> threading.Thread:
     def sleeps() -> bool:
-        with open(f"/proc/self/task/{task}/stat") as stat:
+        with open(f"/proc/self/task/{os.getpid()}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] == "S"
 
-    wait_until(sleeps)
-
-
-def interrupt_the_main_thread() -> threading.Thread:
     def run() -> None:
-        asleep_soon(os.getpid())
+        wait_until(sleeps)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     thread = threading.Thread(target=run)

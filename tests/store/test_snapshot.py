@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Child, Spawner, wait_until
+from conftest import Spawner, wait_until
 from operators import WORKER, cli, data_offset, put_group, put_until_moved, segment_path, write_at
 
 import shmbus
@@ -367,10 +367,10 @@ def test_the_daemon_restores_once_and_goes_on(bus_name: str, taken: Path, spawn:
     arguments = ("serve", bus_name, "--restore", taken, "--metrics-port", 0)
     for expected in (40, 36):
         child = spawn.module("shmbus.cli", *arguments)
-        wait_until(functools.partial(said_metrics, child), what="the daemon's metrics")
+        wait_until(lambda child=child: "metrics at http" in child.output(), what="the metrics")
         address = re.findall(r"http://[0-9.:]+/metrics", child.output())[0]
         # Earlier, a consumer would read the bus itself, and the daemon would find it busy.
-        wait_until(functools.partial(said_serving, child), what="the daemon")
+        wait_until(lambda child=child: " INFO serving" in child.output(), what="the daemon")
         with shmbus.Consumer(bus_name) as consumer:
             group = consumer.take(1, timeout=10)[0]
             ledger = consumer.stats()
@@ -381,14 +381,6 @@ def test_the_daemon_restores_once_and_goes_on(bus_name: str, taken: Path, spawn:
             assert f'shmbus_committed_total{{bus="{bus_name}"}} 40.0' in reply.read().decode()
         child.send_signal(signal.SIGKILL if expected == 40 else signal.SIGTERM)
         child.wait()
-
-
-def said_metrics(child: Child) -> bool:
-    return "metrics at http" in child.output()
-
-
-def said_serving(child: Child) -> bool:
-    return " INFO serving" in child.output()
 
 
 def test_a_bus_too_small_for_its_records_is_an_error_and_no_bus(bus_name: str, taken: Path) -> None:
@@ -437,8 +429,7 @@ def test_a_full_bus_is_restored(bus_name: str, tmp_path: Path, seed: int, mixed:
         while len(full) < len(sizes):
             # By turns: neighbours in the order of commits.
             for kind, producer in producers.items():
-                size = sizes[kind] or rng.randrange(1, 30_000)
-                data = np.full(size, number % 251, np.uint8)
+                data = np.full(sizes[kind] or rng.randrange(1, 30_000), number % 251, np.uint8)
                 try:
                     producer.put(f"g{number}", group_size=1, index=0, x=data, timeout=0)
                 except shmbus.BusFullError:
@@ -493,8 +484,7 @@ def test_a_snapshot_holds_a_part_and_a_few_words_a_record(
                 producer.put(f"q{number}", group_size=2, index=0, **values)
             done = count
             peaks.append(peak_of(functools.partial(snapshot.take, bus_name, tmp_path / f"{done}")))
-    per_record = (peaks[1] - peaks[0]) / 4000
-    assert per_record < 250, peaks
+    assert (peaks[1] - peaks[0]) / 4000 < 250, peaks
 
 
 def test_large_records_are_written_a_part_at_a_time(bus_name: str, tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ class Row:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(scale: float = 1.0) -> Tensor:
-            values = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
-            return (values * scale).to(dtype)
+            return (torch.randn(TOKENS, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
         self.old = normal() - 3
         self.new = (self.old + normal(spread)).requires_grad_()

@@ -83,8 +83,7 @@ def expected(groups: list[list[Sample]], kind: Any = "grpo") -> dict[str, Any]:
 
 
 def assert_batch(batch: Batch, groups: dict[str, Any], kind: Any = "grpo") -> None:
-    chosen = [groups[key] for key in keys_of(batch)]
-    want = expected(chosen, kind)
+    want = expected([groups[key] for key in keys_of(batch)], kind)
     for name, dtype in DTYPES.items():
         tensor = getattr(batch, name)
         if want[name] is None:

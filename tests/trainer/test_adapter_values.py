@@ -187,8 +187,7 @@ TWO: dict[str, Any] = {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0
 def test_groups_put_together_are_put_all_or_none(second: Any, says: str, bus: shmbus.Bus) -> None:
     env = Env()
     env.shmbus_bus = bus.name  # type: ignore[misc]
-    errors = (TypeError, ValueError, shmbus.RecordTooLargeError)
-    with pytest.raises(errors, match=says):
+    with pytest.raises((TypeError, ValueError, shmbus.RecordTooLargeError), match=says):
         asyncio.run(env._send_scored_data_to_api([TWO, second]))
     env._shmbus().close()
     assert bus.stats().committed == 0

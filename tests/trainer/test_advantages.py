@@ -117,8 +117,7 @@ def test_lists_give_lists() -> None:
 
 
 def test_advantages_are_constants_of_the_loss_and_scores_stay_untouched() -> None:
-    scores = torch.tensor([0.0, 1.0], requires_grad=True)
-    assert not group_advantages(scores).requires_grad
+    assert not group_advantages(torch.tensor([0.0, 1.0], requires_grad=True)).requires_grad
     array = np.array([3.0, 4.0])
     for kind in KINDS:
         group_advantages(array, kind)[:] = 7

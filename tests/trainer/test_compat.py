@@ -15,8 +15,7 @@ from trainer_adapter.compat import HuggingFaceStorageReader, pad_input, unpad_in
 
 
 def random_mask(seed: int, batch: int = 6, seqlen: int = 9) -> Tensor:
-    rng = np.random.default_rng(seed)
-    mask = torch.from_numpy(rng.random((batch, seqlen)) < 0.6)
+    mask = torch.from_numpy(np.random.default_rng(seed).random((batch, seqlen)) < 0.6)
     mask[0] = False
     mask[1] = True
     return mask
@@ -65,9 +64,8 @@ def test_padding_undoes_unpadding_and_filler_gets_zeros_and_no_gradient(seed: in
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 3)], ids=str)
 def test_batches_without_tokens_come_back_as_zeros(shape: tuple[int, int]) -> None:
-    hidden = torch.ones(*shape, 2)
     packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(
-        hidden, torch.zeros(shape, dtype=torch.bool)
+        torch.ones(*shape, 2), torch.zeros(shape, dtype=torch.bool)
     )
     assert packed.shape == (0, 2)
     assert cu_seqlens.tolist() == [0] * (shape[0] + 1)

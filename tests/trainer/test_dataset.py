@@ -85,8 +85,7 @@ def test_torch_dcp_saves_and_loads(bus: Bus, producer: Producer, tmp_path: Path,
         # Its batches before the load differ in shape from the saved ones.
         dcp.load({"data": handler, "weight": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
         assert (handler.step, producer.policy_version) == (2, 7)
-        got = [*keys_of(handler.next_batch(10)), *keys_of(handler.next_batch(10))]
-        assert got == keys[4:]
+        assert [*keys_of(handler.next_batch(10)), *keys_of(handler.next_batch(10))] == keys[4:]
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

@@ -82,8 +82,7 @@ def test_only_the_right_answer_earns_the_whole_reward(seed: int) -> None:
 def test_no_held_out_prompt_is_a_training_prompt_in_any_order(seed: int) -> None:
     rng = np.random.default_rng(seed)
     train = {tuple(sorted(TASK.sample_prompt(rng)[:-1])) for _ in range(3_000)}
-    held_out = {tuple(sorted(prompt[:-1])) for prompt in TASK.held_out_prompts(500)}
-    assert not train & held_out
+    assert not train & {tuple(sorted(prompt[:-1])) for prompt in TASK.held_out_prompts(500)}
 
 
 def test_the_held_out_set_is_fixed_and_has_no_prompt_twice() -> None:
@@ -139,8 +138,7 @@ def test_a_few_dozen_grpo_steps_on_stale_batches_raise_the_reward(seed: int) -> 
         ]
         waiting.append(pack(groups, scores))
         if len(waiting) > lag:
-            metrics = learner.step(waiting.pop(0))
-            assert metrics.applied
+            assert learner.step(waiting.pop(0)).applied
             sampler.load(policy.export_weights())
     after = evaluate(sampler, task, held_out * 4, rng)
     assert learner.steps == steps
@@ -161,8 +159,7 @@ def test_a_batch_that_is_not_finite_changes_no_weight(seed: int) -> None:
     before = policy.export_weights()
     batch = some_batch(Sampler(policy.config, before), np.random.default_rng(seed))
     batch.advantages[batch.loss_mask.nonzero()[0]] = float("nan")
-    metrics = learner.step(batch)
-    assert not metrics.applied
+    assert not learner.step(batch).applied
     assert learner.steps == 0
     np.testing.assert_array_equal(policy.export_weights(), before)
     batch.advantages.nan_to_num_()

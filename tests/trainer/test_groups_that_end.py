@@ -22,11 +22,6 @@ def of_version(version: int) -> Answer:
     )
 
 
-def of_fields(**changes: Any) -> Answer:
-    fields = {name: value for name, value in {**GOOD, **changes}.items() if value is not None}
-    return lambda producer, request: producer.requests.answer(request, **fields) and None
-
-
 def fail(producer: shmbus.Producer, request: shmbus.Request) -> None:
     producer.requests.fail(request, "the sandbox is gone")
 
@@ -82,7 +77,7 @@ def test_a_step_follows_an_ended_one(bus: shmbus.Bus) -> None:
 def test_a_completion_that_is_longer_than_trl_allows_is_named(bus: shmbus.Bus) -> None:
     long = {"tokens": [3] * 10, "loss_mask": [0] + [1] * 9, "logprobs": [-1.0] * 10}
     named = pytest.raises(ValueError, match=r"at most 8 sampled in a turn, max_completion_length")
-    with answering(bus.name, of_fields(**long)), named:
+    with answering(bus.name, lambda p, request: p.requests.answer(request, **long) and None), named:
         ask(bus.name)
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -129,14 +130,9 @@ def test_a_malformed_group_is_dropped_and_hurts_no_other(
         assert [text for text in seen if text in ("before", "after")] == ["before", "after"]
         assert len(messages) == (mode == "raise")
         for text in [*messages, caplog.text]:
-            assert_matches(text, match)
+            assert re.search(match, text.replace("\n", " ")), text
         ledger = handler.stats()
         assert (ledger.dropped, ledger.acknowledged, ledger.balanced) == ({"malformed": 2}, 2, True)
-
-
-def assert_matches(text: str, pattern: str) -> None:
-    with pytest.raises(ValueError, match=pattern):
-        raise ValueError(text.replace("\n", " "))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -206,8 +202,7 @@ def test_tensors_of_a_batch_never_change(bus: Bus, producer: Producer, seed: int
         for number in range(40):
             put_random(producer, seed + number, 2)
             batch = handler.next_batch(10)
-            name = rng.choice(PER_TOKEN)
-            tensor = getattr(batch, name)[:5]
+            tensor = getattr(batch, rng.choice(PER_TOKEN))[:5]
             kept.append((tensor, tensor.clone()))
             handler.ack(batch)
             del batch

@@ -42,8 +42,7 @@ def test_a_checkpoint_offers_again_exactly_what_was_not_trained(bus_name: str) -
         for number in range(6):
             handler.request(f"q{number}", group_size=2, prompt=np.arange(number, dtype=np.int32))
         sample_all(producer)
-        first = handler.next_batch(10)
-        handler.ack(first)
+        handler.ack(handler.next_batch(10))
         second = handler.next_batch(10)  # yielded counts as trained
         state = json.loads(json.dumps(handler.state_dict()))
         assert [each["instance_id"] for each in state["requests"]["open"]] == ["q4", "q5"]
@@ -154,8 +153,7 @@ def test_a_prompt_offered_twice_at_once_is_one_group(bus: Bus, producer: Produce
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler:
         for _ in range(2):
             handler.request("q", group_size=2, round=0, prompt=TOKENS)
-        first = producer.requests.next_many(2, timeout=5)
-        for request in first:
+        for request in producer.requests.next_many(2, timeout=5):
             producer.requests.answer(request, tokens=TOKENS, loss_mask=[1] * 8, logprobs=[0.0] * 8)
         handler.ack(handler.next_batch(10))
         sample_all(producer)
@@ -222,5 +220,4 @@ def test_a_handler_offers_lists_by_its_schema(bus: Bus, producer: Producer) -> N
         handler.request("q", group_size=1, ids=[1, 2])
         with pytest.raises(TypeError, match=r"^missing the field 'ids'"):
             handler.request("r", group_size=1, image=[[1], [2], [3]])
-        request = next_request(producer)
-        assert request["ids"].dtype == np.int64
+        assert next_request(producer)["ids"].dtype == np.int64

@@ -166,8 +166,7 @@ def test_a_group_that_ends_otherwise_than_trained_is_replaced(
     ):
         handler.set_policy_version(9)
         handler.offer(prompts(12), ahead=1, group_size=2)
-        trained = train_all(handler)
-        assert sorted(trained) == ["q0", "q3", "q6", "q9"]
+        assert sorted(train_all(handler)) == ["q0", "q3", "q6", "q9"]
         ledger = handler.stats()
         assert ledger.balanced and ledger.requests.balanced and ledger.requests.groups == 0
         assert handler.refill == 8
@@ -245,8 +244,7 @@ def test_a_wrong_prompt_is_named_once_and_skipped(bus: Bus, wrong: list[Any], sa
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, worker(bus.name):
         with pytest.raises((TypeError, ValueError), match=says):
             handler.offer([wrong[0], *prompts(2)], group_size=2)
-        trained = train_all(handler)
-        assert sorted(trained) == ["q0", "q1"]
+        assert sorted(train_all(handler)) == ["q0", "q1"]
 
 
 def test_a_prompt_that_is_wrong_later_is_an_error_of_next_batch_once(bus: Bus) -> None:

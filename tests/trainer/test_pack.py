@@ -70,8 +70,7 @@ def test_usual_dtypes_are_exact(bus: Bus, producer: Producer, seed: int, mask_dt
         mask = rng.integers(0, 2, length).astype(mask_dtype)
         logprobs = rng.integers(0, 2**32, length, np.uint64).astype(np.uint32).view(np.float32)
         logprobs[(mask != 0) & ~(np.isfinite(logprobs) & (logprobs <= 0))] = -0.0
-        score = float(rng.random())
-        given = {"logprobs": logprobs, "score": score}
+        given = {"logprobs": logprobs, "score": float(rng.random())}
         usual.append({"tokens": tokens.astype(np.int32), "loss_mask": mask.astype(mask_dtype)})
         others.append({"tokens": tokens, "loss_mask": mask.astype(np.int16)})
         usual[-1].update(given)

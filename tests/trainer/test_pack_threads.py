@@ -148,8 +148,7 @@ with Producer(sys.argv[1]) as producer, Consumer(sys.argv[1]) as consumer:
 
 def test_a_packer_serves_two_threads(bus: Bus, producer: Producer, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    groups = {key: [sample(rng, LONG) for _ in range(4)] for key in "ab"}
-    for key, group in groups.items():
+    for key, group in {key: [sample(rng, LONG) for _ in range(4)] for key in "ab"}.items():
         put(producer, key, group)
     with Consumer(bus.name) as consumer:
         taken = consumer.take(2, 10)
@@ -198,8 +197,7 @@ with Producer(sys.argv[1]) as producer, Consumer(sys.argv[1]) as consumer:
 
 
 def test_a_fork_has_no_threads_and_waits_for_none(bus: Bus, spawn: Spawner) -> None:
-    said = spawn.script(FORKING, bus.name).finish().splitlines()
-    assert said == ["BusClosedError", "packed"]
+    assert spawn.script(FORKING, bus.name).finish().splitlines() == ["BusClosedError", "packed"]
 
 
 INTERRUPTED = """

@@ -93,8 +93,7 @@ def test_verls_parameters_and_columns_reach_workers(
     manager: Callable[[Any], dict[str, Any]], bus: shmbus.Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
     image = f"image of {bus.name}"
-    columns = {"uid": ["u1"], "raw_prompt": ["a"], "answer": [4], image: [object()]}
-    meta = manager(columns)
+    meta = manager({"uid": ["u1"], "raw_prompt": ["a"], "answer": [4], image: [object()]})
     assert meta["sampling"] == {
         "temperature": 0.7, "top_p": 0.9, "top_k": 20, "response_length": 8,
     }  # fmt: skip
@@ -103,7 +102,6 @@ def test_verls_parameters_and_columns_reach_workers(
 
 
 def test_verls_evaluation_has_own_parameters(manager: Callable[[Any], dict[str, Any]]) -> None:
-    meta = manager({"uid": ["u1"], "raw_prompt": ["a"], "validate": [True]})
-    assert meta["sampling"] == {
+    assert manager({"uid": ["u1"], "raw_prompt": ["a"], "validate": [True]})["sampling"] == {
         "temperature": 0.0, "top_p": 1.0, "top_k": -1, "do_sample": False, "response_length": 8,
     }  # fmt: skip

@@ -12,14 +12,6 @@ from trainer_adapter import OnlineDataHandler, ScoredGroup, group_advantages, pa
 from trainer_adapter.scored_group import sight_of
 
 
-def of_scores(scores: Any) -> Any:
-    return scores - scores.mean()
-
-
-def of_scores_with_option(scores: Any, eps: float = 1e-6) -> Any:
-    return scores / eps
-
-
 def of_group(group: ScoredGroup) -> Any:
     return group.scores
 
@@ -40,8 +32,8 @@ class Callable:
 @pytest.mark.parametrize(
     ("function", "sight"),
     [
-        (of_scores, "scores"),
-        (of_scores_with_option, "scores"),
+        (lambda scores: scores - scores.mean(), "scores"),
+        (lambda scores, eps=1e-6: scores / eps, "scores"),
         (lambda group: group, "scores"),
         (lambda *rows: rows, "scores"),
         (np.negative, "scores"),
@@ -94,8 +86,7 @@ def test_callables_see_lengths_metas_and_rewards(bus: Bus, producer: Producer, b
     with OnlineDataHandler(
         bus.name, groups_per_batch=2, advantages=by_both if both else by_group
     ) as handler:
-        batch = handler.next_batch(10)
-        assert batch.advantages.tolist() == [4.0] * 3 + [5.0] * 5 + [5.0] * 2
+        assert handler.next_batch(10).advantages.tolist() == [4.0] * 3 + [5.0] * 5 + [5.0] * 2
         a, b = seen
         assert (a.instance_id, len(a), a.lengths.tolist()) == ("a", 2, [3, 5])
         assert a.truncated.tolist() == [False, True]

@@ -103,8 +103,7 @@ def test_what_any_rank_had_trained_is_not_trained_again(
         served.start()
     states = [str(tmp_path / "a" / f"state{rank}.json") for rank in saves]
     load: Any = states if saved == "together" else states[-1]
-    steps = 6 // world_size
-    second = live(spawn, bus_name, world_size, tmp_path / "b", steps, load=load)
+    second = live(spawn, bus_name, world_size, tmp_path / "b", 6 // world_size, load=load)
     assert Counter(first + second) == Counter(everything)
 
 
@@ -133,14 +132,12 @@ def test_a_rank_counts_others_batches_up_to_its_own_step(daemon: Served, bus_nam
     ):
         mine, theirs = zero.next_batch(20), [one.next_batch(20) for _ in range(2)]
         state = json.loads(json.dumps(zero.state_dict()))
-        names = {tuple(pair) for _, pairs in state["trained"] for pair in pairs}
-        expected = {
+        assert {tuple(pair) for _, pairs in state["trained"] for pair in pairs} == {
             (t.producer_id, t.sequence)
             for batch in (mine, theirs[0])
             for group in batch.groups
             for t in group
         }
-        assert names == expected
         one.give_back(theirs[1])
         one.give_back(theirs[0])
         wait_until(lambda: sum(len(pairs) for _, pairs in zero.state_dict()["trained"]) == 2)

@@ -33,10 +33,9 @@ def say(line: str) -> None:
 def whole_model() -> torch.nn.Sequential:
     """The same on every rank: sizes indivisible by any number of ranks."""
     torch.manual_seed(11)
-    model = torch.nn.Sequential(
+    return torch.nn.Sequential(
         torch.nn.Linear(13, 30), torch.nn.Linear(30, 7), torch.nn.LayerNorm(7)
-    )
-    return model.to(torch.float32)
+    ).to(torch.float32)
 
 
 def own_part(value: torch.Tensor, mesh: DeviceMesh, placed: Placement) -> torch.Tensor:

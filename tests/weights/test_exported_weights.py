@@ -208,8 +208,7 @@ def test_another_process_loads_versions_in_flat_memory(
     live = [parameter.detach() for parameter in model.parameters()]
     start = [each.clone() for each in live]
     publisher = publishers(model, carrier, timeout=60)
-    here = str(Path(__file__).parent)
-    child = spawn.script(READER, here, bus_name, device, SYNCS)
+    child = spawn.script(READER, str(Path(__file__).parent), bus_name, device, SYNCS)
     for version in range(1, SYNCS + 1):
         torch._foreach_copy_(live, torch._foreach_add(start, version))
         publisher.publish(version=version)
@@ -310,8 +309,7 @@ def test_a_view_keeps_its_slot_until_read(bus_name: str, publishers: MakePublish
 
 @GPU
 def test_too_large_versions_are_refused_at_once(bus_name: str, publishers: MakePublisher) -> None:
-    free = torch.cuda.mem_get_info()[0]
-    taken = torch.empty(free - (1 << 30), dtype=torch.uint8, device=DEVICE)
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - (1 << 30), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(CapacityError, match="Choose fewer slots"):
         publishers(torch.nn.Linear(16_384, 10_000, dtype=torch.float32), "cuda_vmm")
     del taken

@@ -30,8 +30,7 @@ def test_a_foreign_folder(tmp_path: Path, make: Callable[[Path], object], kind: 
         path.mkdir()
     else:
         path.symlink_to(target)
-    foreign = target if kind.startswith("own") else path
-    os.chown(foreign, NOBODY, NOBODY, follow_symlinks=False)
+    os.chown(target if kind.startswith("own") else path, NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(PermissionError, match=f"belongs to uid {NOBODY}"):
         make(path)
     assert list(target.iterdir()) == []

@@ -139,8 +139,7 @@ def test_models_of_many_tensors_follow_by_patches(
     publisher = publishers(model, slots=3)
     for version in range(8):
         step(model, made, 0.01)
-        told = publisher.publish(version=version)
-        assert (told.changed is None) == (version == 0)
+        assert (publisher.publish(version=version).changed is None) == (version == 0)
         assert mirror.next() == ("patch" if version else "whole")
         mirror.load(replica)
         assert same(model, replica)
@@ -257,8 +256,7 @@ def test_pieces_cover_each_element_of_a_part_once_and_in_order(seed: int) -> Non
         start = tuple(rng.randrange(size) for size in shape)
         sizes = tuple(rng.randint(1, size - at) for size, at in zip(shape, start, strict=True))
         dtype = rng.choice(["uint8", "bfloat16", "float32", "float64"])
-        manifest = Manifest.plan([ParamMeta("t", dtype, shape)])
-        (place,) = manifest.tensors
+        (place,) = Manifest.plan([ParamMeta("t", dtype, shape)]).tensors
         memory = torch.arange(place.size, dtype=torch.int64)
         whole = torch.arange(math.prod(shape)).reshape(shape)
         part = whole[tuple(slice(at, at + n) for at, n in zip(start, sizes, strict=True))]
@@ -268,8 +266,7 @@ def test_pieces_cover_each_element_of_a_part_once_and_in_order(seed: int) -> Non
             for piece in pieces_of(place, start, sizes)
             for row in range(piece.rows)
         ]
-        firsts = torch.cat(found)[::itemsize] // itemsize
-        assert firsts.tolist() == part.reshape(-1).tolist()
+        assert (torch.cat(found)[::itemsize] // itemsize).tolist() == part.reshape(-1).tolist()
 
 
 def test_a_patch_is_not_tried_for_ever_where_too_much_changes() -> None:

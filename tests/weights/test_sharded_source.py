@@ -96,8 +96,7 @@ def boxes_of(full: Tensors, ranks: int, chance: random.Random) -> list[list[Shar
         for box in itertools.product(*map(itertools.pairwise, cuts)):
             part = tensor[tuple(slice(*edge) for edge in box)]
             shard = Shard(name, tuple(tensor.shape), tuple(start for start, _ in box), part)
-            holders = chance.sample(range(ranks), 1 + (chance.random() < 0.2 and ranks > 1))
-            for rank in holders:
+            for rank in chance.sample(range(ranks), 1 + (chance.random() < 0.2 and ranks > 1)):
                 found[rank].append(shard)
     return found
 
@@ -163,8 +162,7 @@ def test_what_several_ranks_have_alike_is_written_by_one_of_them(seed: int) -> N
 
 def test_a_rank_that_has_other_shards_than_it_said_publishes_nothing(bus_name: str) -> None:
     shards = [row_shard("a", 0, 8)]
-    source = ShardedSource(lambda: shards)
-    with WeightPublisher(bus_name, source) as publisher:
+    with WeightPublisher(bus_name, ShardedSource(lambda: shards)) as publisher:
         publisher.publish(version=1)
         shards[:] = [row_shard("a", 0, 4)]
         with pytest.raises(ManifestError, match=r"'a' at .* is gone"):

@@ -274,8 +274,7 @@ def test_a_parameter_that_was_replaced_is_not_stepped_for_nobody(bus_name: str) 
     with share_model(bus_name, model) as shared, attach_model(bus_name, replica) as server:
         mine = model.weight
         model.weight = torch.nn.Parameter(torch.zeros(3, 4))
-        refused = pytest.raises(WeightsError, match="'weight' of the model")
-        with refused, shared.stepping(version=1):
+        with pytest.raises(WeightsError, match="'weight' of the model"), shared.stepping(version=1):
             raise AssertionError("it was begun")
         model.weight = mine
         with shared.stepping(version=1):

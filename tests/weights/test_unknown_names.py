@@ -56,8 +56,7 @@ def test_a_shared_model_names_the_bus_and_the_names_that_are_alike(bus_name: str
 
 def test_a_step_names_itself_and_the_names_that_are_alike(bus_name: str) -> None:
     sender = TensorChannel.create(bus_name, timeout=WAIT_S)
-    specs = {"logits": ("float32", (None,))}
-    receiver = TensorChannel.open(bus_name, specs=specs, timeout=WAIT_S)
+    receiver = TensorChannel.open(bus_name, specs={"logits": ("float32", (None,))}, timeout=WAIT_S)
     sender.send({"logits": torch.ones(4)})
     with receiver.recv() as item:
         assert item.get("logit") is None

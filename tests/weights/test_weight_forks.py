@@ -58,8 +58,7 @@ def test_a_child_does_not_wait_for_its_parents_publication(bus_name: str) -> Non
 
 
 def test_a_childs_weights_say_that_they_were_leased_before_the_fork(bus_name: str) -> None:
-    model = many(3)
-    with published(bus_name, ModuleSource(model)) as (publisher, subscriber):
+    with published(bus_name, ModuleSource(many(3))) as (publisher, subscriber):
         publisher.publish(version=1)
         with subscriber.latest(timeout=30) as weights:
 

@@ -199,8 +199,7 @@ def test_a_subscriber_outlives_its_publisher(bus_name: str, publishers: MakePubl
         first.publish(version=1)
         thread.join()
         first.close()  # removes its weights
-        second = publishers(many(3))
-        second.publish(version=2)
+        publishers(many(3)).publish(version=2)
         assert early.wait(newer_than=1, timeout=20) == 2
         with early.latest(timeout=5) as weights:
             assert len(weights) == 3
@@ -337,8 +336,7 @@ def test_a_probe_asks_and_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_rows_tell_readers_versions(bus_name: str, by_each: MakePublisher, spawn: Spawner) -> None:
-    publisher = by_each(many(2))
-    publisher.publish(version=5)
+    by_each(many(2)).publish(version=5)
     child = spawn.script(
         "import sys, time, torch\nfrom shmbus.weights import *\n"
         'reader = WeightSubscriber(sys.argv[1], label="vllm-0")\n'
@@ -355,8 +353,7 @@ def test_rows_tell_readers_versions(bus_name: str, by_each: MakePublisher, spawn
 
 
 def test_a_leased_version_stays(publishers: MakePublisher, subscriber: WeightSubscriber) -> None:
-    model = Odd(seed=1)
-    publisher = publishers(model)
+    publisher = publishers(Odd(seed=1))
     publisher.publish(version=1)
     with subscriber.latest(timeout=5.0) as old:
         publisher.publish(version=2)

@@ -41,8 +41,7 @@ def many(count: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torc
     made = torch.Generator().manual_seed(seed)
     module = torch.nn.Module()
     for number in range(count):
-        shape = (1 + number % 13, 1 + number * 7 % 31)
-        value = torch.randn(shape, generator=made).to(dtype)
+        value = torch.randn((1 + number % 13, 1 + number * 7 % 31), generator=made).to(dtype)
         module.register_parameter(f"p{number}", torch.nn.Parameter(value))
     return module
 
