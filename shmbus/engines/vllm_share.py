@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from shmbus.engines.rows import say_version
 from shmbus.errors import WeightsError
 from shmbus.weights import SharedModel, Slice, share_model
 
@@ -37,7 +38,11 @@ def share_engine(config: Any, model: torch.nn.Module) -> SharedModel | None:
             f"--additional-config {SHARE}: {bus!r}: {refused}. Start the server without "
             f"{SHARE!r}, and publish versions with WeightPublisher"
         )
-    return share_model(bus, _parameters(model), slices=dict(_parts(model)), version=0, writes=False)
+    parts = dict(_parts(model))
+    shared = share_model(bus, _parameters(model), slices=parts, version=0, writes=False)
+    # A restarted server has its checkpoint again, and samples must not carry a later version.
+    say_version(bus, 0)
+    return shared
 
 
 def _refusal(config: Any) -> str:

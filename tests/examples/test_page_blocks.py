@@ -405,6 +405,18 @@ def test_one_copy_is_stepped_and_read(bus_name: str) -> None:
     doc_pages.execute(trainer, bus_name, swap=swap, serve=serve, **names)
 
 
+def test_the_copy_of_a_server_is_attached(bus_name: str) -> None:
+    engine, model = (torch.nn.Linear(2, 2, dtype=torch.bfloat16) for _ in range(2))
+    with shmbus.weights.share_model(bus_name, engine, writes=False):
+        space = doc_pages.run(
+            "docs/weights.md", "from_pretrained(folder", bus_name, swap={'"cuda"': '"cpu"'},
+            torch=torch, folder="", attach_model=shmbus.weights.attach_model,
+            AutoModelForCausalLM=MagicMock(**{"from_pretrained.return_value": model}),
+        )  # fmt: skip
+        assert torch.equal(model.weight, engine.weight)
+        space["shared"].close()
+
+
 def remove_files(bus_name: str) -> None:
     """Remove what blocks leave: their processes would serve on."""
     for path in segments_named(bus_name):

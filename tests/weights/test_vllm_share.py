@@ -8,6 +8,7 @@ import pytest
 import torch
 from weight_models import without_memory
 
+from shmbus import Bus
 from shmbus.engines.vllm_share import share_engine
 from shmbus.errors import WeightsError
 from shmbus.weights import attach_model
@@ -47,8 +48,10 @@ def test_a_trainer_steps_in_the_parts_of_fused_parameters(bus_name: str) -> None
     rows |= {"lm_head": 6, "embed": 6}
     shapes = {f"{name}.weight": (count, 4) for name, count in rows.items()}
     trainer: Any = without_memory(shapes, torch.float32)
-    shared = share_engine(config(bus_name), engine)
-    assert shared is not None
+    with Bus.create(bus_name, "1MiB") as bus:
+        bus.policy_version = 5  # of the server before a restart
+        shared = share_engine(config(bus_name), engine)
+        assert shared is not None and bus.policy_version == 0
     with shared, attach_model(bus_name, trainer, writable=True) as guest, torch.no_grad():
         assert guest.version == 0
         parts = [getattr(trainer.attn, f"{name}_proj").weight for name in "qkv"]
