@@ -99,9 +99,11 @@ def _parts(model: torch.nn.Module) -> Iterator[tuple[str, Slice]]:
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for name, module in model.named_modules():
         stem, _, kind = name.rpartition(".")
-        for leaf, whole in module._parameters.items() if kind in fused else ():
+        parts, sizes = fused.get(kind, []), getattr(module, "output_sizes", [])
+        if len(parts) != len(sizes):  # already fused in the checkpoint
+            continue
+        for leaf, whole in module._parameters.items():
             start = 0
-            for part, size in zip(fused[kind], module.output_sizes, strict=True):
-                if whole is not None:
-                    yield f"{stem}.{part}.{leaf}", Slice(f"{name}.{leaf}", 0, start, size)
+            for part, size in zip(parts, sizes, strict=True) if whole is not None else ():
+                yield f"{stem}.{part}.{leaf}", Slice(f"{name}.{leaf}", 0, start, size)
                 start += size

@@ -24,7 +24,9 @@ class Linear(torch.nn.Linear):
 
 def worker() -> Any:
     model = torch.nn.Module()
-    model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    model.packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"], "o_proj": ["o_proj"],  # fused in the checkpoint
+    }  # fmt: skip
     model.attn, model.embed = torch.nn.Module(), torch.nn.Module()
     model.attn.qkv_proj, model.attn.o_proj = Linear(12, 8, 2, 2), Linear(4)
     model.lm_head = Linear(6)
