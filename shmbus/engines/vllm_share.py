@@ -38,8 +38,10 @@ def share_engine(config: Any, model: torch.nn.Module) -> SharedModel | None:
             f"--additional-config {SHARE}: {bus!r}: {refused}. Start the server without "
             f"{SHARE!r}, and publish versions with WeightPublisher"
         )
-    parts = dict(_parts(model))
-    shared = share_model(bus, _parameters(model), slices=parts, version=0, writes=False)
+    # No checkpoint has vLLM's buffers, such as scales.
+    shared = share_model(
+        bus, model, slices=dict(_parts(model)), version=0, writes=False, buffers=False
+    )
     # A restarted server has its checkpoint again, and samples must not carry a later version.
     say_version(bus, 0)
     return shared
@@ -78,20 +80,6 @@ def _repacked(model: torch.nn.Module) -> str:
         return ""
     more = f" ({len(found)} in all)" if len(found) > _SHOWN else ""
     return f"vLLM repacks {', '.join(found[:_SHOWN])}{more} for its kernels"
-
-
-def _parameters(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the same parameters without vLLM's buffers, which no checkpoint has."""
-    tree = torch.nn.Module()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        *path, leaf = name.split(".")
-        at = tree
-        for part in path:
-            if part not in at._modules:
-                at.add_module(part, torch.nn.Module())
-            at = at.get_submodule(part)
-        at.register_parameter(leaf, parameter)
-    return tree
 
 
 def _parts(model: torch.nn.Module) -> Iterator[tuple[str, Slice]]:

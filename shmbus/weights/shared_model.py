@@ -320,6 +320,7 @@ def share_model(
     slices: Mapping[str, Slice] | None = None,
     version: int = -1,
     writes: bool = True,
+    buffers: bool = True,
 ) -> SharedModel:
     """Move a model's parameters and persistent buffers into shared memory.
 
@@ -338,6 +339,8 @@ def share_model(
     writes : bool
         Whether this process steps; False for an engine that owns the memory, with a trainer
         attached by ``writable=True``.
+    buffers : bool
+        Whether persistent buffers move too.
 
     Returns
     -------
@@ -354,7 +357,7 @@ def share_model(
         Names or slices contradict each other.
     """
     version = check_int64("version", version)
-    source = ModuleSource(model, slices=slices)
+    source = ModuleSource(model, slices=slices, buffers=buffers)
     tensors, _ = source._named()
     leading = next(iter(tensors.values()), None)
     device = torch.device("cpu") if leading is None else leading.device

@@ -231,7 +231,9 @@ class ModuleSource(WeightSource):
         return self._found
 
     def _read(self, state: Mapping[str, object]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        kept = None if self._buffers else {name for name, _ in self._model.named_buffers()}
+        kept = None
+        if not self._buffers:  # under each name of a shared module
+            kept = {name for name, _ in self._model.named_buffers(remove_duplicate=False)}
         found: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[object, str] = {}

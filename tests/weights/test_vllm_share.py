@@ -27,10 +27,9 @@ def worker() -> Any:
     model.packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"], "o_proj": ["o_proj"],  # fused in the checkpoint
     }  # fmt: skip
-    model.attn, model.embed = torch.nn.Module(), torch.nn.Module()
+    model.attn = torch.nn.Module()
     model.attn.qkv_proj, model.attn.o_proj = Linear(12, 8, 2, 2), Linear(4)
-    model.lm_head = Linear(6)
-    model.embed.weight = model.lm_head.weight
+    model.lm_head = model.embed = Linear(6)
     return model
 
 
