@@ -12,13 +12,12 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import ClassVar, Final, TypeVar
 
 from shmbus import errors
 from shmbus.base.arguments import check_timeout, fit_text, process_label
-from shmbus.base.closing import ClosedForReason
+from shmbus.base.closing import ClosedForReason, LiveObjects
 from shmbus.base.format import printable, show_wait
 from shmbus.errors import ChannelError, DamagedError, PeerGoneError, WaitTimeoutError
 from shmbus.segment.names import SHM_DIRECTORY, companion_name, leads_to, remove_dead_socket
@@ -312,12 +311,12 @@ class Endpoint(ClosedForReason):
         )
 
 
-_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+_endpoints: LiveObjects[Endpoint] = LiveObjects()
 
 
 def _after_fork_in_child() -> None:
     # A parent's thread may have held the lock; the child's handle is unusable anyway.
-    for endpoint in list(_endpoints):
+    for endpoint in _endpoints:
         endpoint._lock = threading.RLock()
 
 

@@ -27,6 +27,7 @@ import msgspec
 
 from shmbus import errors
 from shmbus.base import limits
+from shmbus.base.closing import LiveObjects
 from shmbus.client.leases import ClientLease, ClientState, Leases
 from shmbus.control import messages
 from shmbus.control.wire import DaemonUnreachable, Wire, refusal
@@ -442,6 +443,7 @@ class Connection:
             self.wire = None
             self._wake_all()
 
+    @_core.finalizer
     def __del__(self) -> None:
         # The watcher wakes in here, and still gets a reference: it must not dial again, because an
         # object resurrected by it is not finalised twice.
@@ -467,12 +469,12 @@ def end_trained_messages(names: bytes) -> list[messages.EndTrained]:
     ]
 
 
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_connections: LiveObjects[Connection] = LiveObjects()
 
 
 def _after_fork_in_child() -> None:
     # A copy of the descriptor would keep the connection open after the parent has died.
-    for connection in list(_connections):
+    for connection in _connections:
         connection._forget()
 
 

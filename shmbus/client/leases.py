@@ -223,6 +223,7 @@ class Leases:
         self._state.leases = kept
         self._state.to_end = {}
 
+    @_core.finalizer
     def __del__(self) -> None:
         # Each lease refers to the list's owner.
         ready = self.borrower.ready if hasattr(self, "borrower") else None

@@ -946,6 +946,7 @@ class Producer(_core.Writer, ClosedByAnyWith):
                 self._servers.close()
         super().close()
 
+    @_core.finalizer
     def __del__(self) -> None:
         state = getattr(self, "_request_state", None)
         if state is not None and state.taken:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import weakref
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from shmbus import errors
 from shmbus.base import limits
 from shmbus.base.arguments import TRAIN, process_label
+from shmbus.base.closing import LiveObjects
 from shmbus.base.format import show_wait
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.control.socket_path import obstacle
@@ -130,7 +130,7 @@ def _collector(options: AttachOptions, opened: list[Source]) -> Collector:
 
 
 #: Those of this process: between containers, which number processes alike, a pid proves little.
-_collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
+_collectors: LiveObjects[Collector] = LiveObjects()
 
 
 def _daemon_client(options: AttachOptions, opened: list[Source]) -> DaemonClient:

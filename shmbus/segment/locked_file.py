@@ -13,15 +13,15 @@ import fcntl
 import os
 import struct
 import time
-import weakref
 from collections.abc import Iterator
 from typing import Final
 
+from shmbus.base.closing import LiveObjects
 from shmbus.segment.names import leads_to
 from shmbus.segment.own_file import open_own
 from shmbus_ext import _core
 
-_all: Final[weakref.WeakSet[LockedFile]] = weakref.WeakSet()
+_all: Final[LiveObjects[LockedFile]] = LiveObjects()
 #: C's struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK: Final = struct.Struct("hhqqi4x")
 #: Seconds between two tries for a lock another process holds for an instant.
@@ -106,13 +106,14 @@ class LockedFile(_core.ClosedByBlock):
         if fd >= 0:
             os.close(fd)
 
+    @_core.finalizer
     def __del__(self) -> None:
         if self.fd >= 0:
             self.close()
 
 
 def _forget() -> None:
-    for file in list(_all):
+    for file in _all:
         file.close()
         file.forked = True
 

@@ -160,7 +160,7 @@ PyObject *py_companion_wait(CompanionObject *self, PyObject *args) {
     result = bell_wait(bell, ticket, (int64_t)(timeout_s * 1e9));
     Py_END_ALLOW_THREADS
     py_companion_drop_user(self);
-    if (result == BELL_INTERRUPTED && PyErr_CheckSignals() != 0) {
+    if (result == BELL_INTERRUPTED && Py_MakePendingCalls() != 0) {
         return NULL;
     }
     return PyBool_FromLong(result == BELL_RUNG);

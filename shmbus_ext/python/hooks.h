@@ -41,5 +41,6 @@ bool py_watch_call(const struct watch *self, double waited_s, double *next_s);
  * helper thread and must not take a lock held by the caller. Steals no reference. */
 PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
 PyObject *py_uninterrupted(PyObject *module, PyObject *args);
+PyObject *py_finalizer(PyObject *module, PyObject *function);
 /* Base class: the end of a `with` block calls `close()`, before a signal handler can run. */
 extern PyTypeObject ClosedByBlockType;

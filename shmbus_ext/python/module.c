@@ -34,6 +34,7 @@ static PyMethodDef functions[] = {
     {"note_waited", py_note_waited, METH_VARARGS, NULL},
     METHOD("declared_bytes", py_declared_bytes, METH_O, NULL),
     {"uninterrupted", py_uninterrupted, METH_VARARGS, NULL},
+    {"finalizer", py_finalizer, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,9 +7,11 @@
  *
  * Invariant: the main thread waits only for code of shmbus, never for a wait or for the user's
  * code. */
+#define _GNU_SOURCE /* gettid */
 #include "python/hooks.h"
 
 #include <stdatomic.h>
+#include <unistd.h>
 
 #define ERRAND "shmbus_ext._core.errand"
 
@@ -202,3 +204,42 @@ PyTypeObject ClosedByBlockType = {
     .tp_methods = methods,
     .tp_new = PyType_GenericNew,
 };
+
+/* ---- `__del__` in Python without a loss of a signal handler's exception.
+ *
+ * The interpreter prints an exception of `__del__` and goes on, and a handler may raise at the first
+ * step of `__del__`: a Ctrl-C would end nothing. Here an interrupted `__del__` runs once more, and
+ * the main thread raises the exception at its next step, or in a wait of the core.
+ *
+ * Invariant: `__del__` is idempotent. */
+static int raise_pending(void *error) {
+    py_restore_error(error);
+    return -1;
+}
+
+static PyObject *run_finalizer(PyObject *function, PyObject *object) {
+    PyObject *done = PyObject_CallOneArg(function, object);
+    /* Signal handlers run in the main thread only; another thread's exception is the function's. */
+    if (done != NULL || gettid() != getpid()) {
+        return done;
+    }
+    PyObject *error = py_set_aside_error();
+    (void)PyException_SetTraceback(error, Py_None); /* its frames would keep the object */
+    done = PyObject_CallOneArg(function, object);
+    if (done == NULL || Py_AddPendingCall(raise_pending, error) < 0) {
+        Py_CLEAR(done);
+        PyErr_Clear(); /* the first error tells the reason */
+        py_restore_error(error);
+    }
+    return done;
+}
+
+static PyMethodDef finalizer_def = {"__del__", run_finalizer, METH_O, NULL};
+
+/* finalizer(function): the method `__del__` that calls function. */
+PyObject *py_finalizer(PyObject *Py_UNUSED(module), PyObject *function) {
+    PyObject *run = PyCFunction_New(&finalizer_def, function);
+    PyObject *method = run == NULL ? NULL : PyInstanceMethod_New(run);
+    Py_XDECREF(run);
+    return method;
+}

@@ -179,6 +179,12 @@ def test_no_two_files_of_the_suite_have_one_name() -> None:
     report([", ".join(paths) for paths in found.values() if len(paths) > 1])
 
 
+def test_each_finalizer_keeps_the_exception_of_a_signal_handler() -> None:
+    bare = re.compile(r"^(?!.*finalizer).*\n +def __del__|\bweakref\.WeakSet\(", re.M)
+    products = [path for path in files(".py") if not relative(path).startswith(("tests", "bench"))]
+    report([relative(path) for path in products if bare.search(path.read_text())])
+
+
 def test_nothing_is_left_to_do() -> None:
     # Joined here, to keep this file out of the report.
     marks = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shmbus.batch.gather import PackPlan
 from shmbus.batch.kernel_table import CHUNK_WORDS, COPY_WORDS, KernelTable, kernel_table
+from shmbus.batch.uninterrupted import finalizer
 from trainer_adapter.batches.batch import PER_TOKEN, Batch, Layout, padded
 from trainer_adapter.batches.finite import SampleError, is_logprob, not_finite, wrong_mask
 from trainer_adapter.batches.pack import BatchPlan
@@ -79,6 +80,7 @@ class Pending:
             self._done.synchronize()
         self._done = None  # another batch reuses the event
 
+    @finalizer
     def __del__(self) -> None:
         # The kernel's memory must not be reused before the end of its reads.
         if not sys.is_finalizing():

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shmbus.batch.uninterrupted import finalizer
 from shmbus.tensors.device.registration import Registration
 from trainer_adapter.batches.memory import BatchMemory
 
@@ -83,6 +84,7 @@ class RegisteredRing:
             registration.close()
         self._registration = self.owner = None
 
+    @finalizer
     def __del__(self) -> None:
         # The end of the process unregisters it.
         if not sys.is_finalizing():

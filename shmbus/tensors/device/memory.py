@@ -27,6 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shmbus.batch.uninterrupted import finalizer
 from shmbus.data.encoding import decodable
 from shmbus.errors import DeviceMismatchError
 from shmbus.tensors.device import driver
@@ -63,9 +64,11 @@ class _HostMapping:
             number = ctypes.get_errno()
             raise OSError(number, f"mmap of {nbytes} bytes: {os.strerror(number)}")
 
+    @finalizer
     def __del__(self) -> None:
-        if self.address:
-            _libc.munmap(self.address, self.nbytes)
+        address, self.address = self.address, None
+        if address:
+            _libc.munmap(address, self.nbytes)
 
 
 class HostMemory:
@@ -137,6 +140,7 @@ class HostMemory:
         if descriptor >= 0:
             os.close(descriptor)
 
+    @finalizer
     def __del__(self) -> None:
         self.close()
 
@@ -248,6 +252,7 @@ class _Mapping:
         )
         call("cuMemSetAccess", self.address, self.nbytes, ctypes.byref(access), len(devices))
 
+    @finalizer
     def __del__(self) -> None:
         # A forked child lacks the context; the parent owns the mapping.
         if os.getpid() == self._pid and (self.reserved or self.address or self.handle):

@@ -11,12 +11,8 @@ successor.
 
 from __future__ import annotations
 
-import _thread
 import os
 import sys
-import threading
-import time
-import weakref
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -24,6 +20,7 @@ import msgspec
 import torch
 
 from shmbus import CapacityError
+from shmbus.batch.uninterrupted import finalizer
 from shmbus.data.encoding import decodable
 from shmbus.errors import DamagedError, DeviceMismatchError, PeerGoneError, WeightsError
 from shmbus.pool import VersionLease, VersionWrite
@@ -50,9 +47,6 @@ from shmbus.weights.errors import ManifestError
 #: Bytes of a slot, with MessagePack's longest numbers.
 _PLACED_BYTES: Final = 64
 _LENGTH_BYTES: Final = 4
-
-#: Seconds until a postponed interrupt is raised again.
-AGAIN_S: Final = 0.01
 
 
 @decodable
@@ -316,39 +310,10 @@ class _Held:
     """A slot's lock, dropped after the device finished the stream's queued work."""
 
     def __init__(self, buffer: object, device: torch.device) -> None:
-        for dead in [known for known in _locks if known() is None]:
-            _let_go(dead)
-        _locks[weakref.ref(self, _let_go)] = buffer, device, os.getpid()
+        self._buffer, self._device, self._pid = buffer, device, os.getpid()
 
-
-_locks: Final[dict[weakref.ref[_Held], tuple[object, torch.device, int]]] = {}
-
-
-def _let_go(dead: weakref.ref[_Held]) -> None:
-    known = _locks.get(dead)
-    if known is None:
-        return
-    _, device, pid = known
-    stream = None
-    try:
+    @finalizer
+    def __del__(self) -> None:
         # A forked child lacks the context; the parent owns the lease.
-        if device.type == "cuda" and os.getpid() == pid and not sys.is_finalizing():
-            stream = torch.cuda.current_stream(device)
-            stream.synchronize()
-        _locks.pop(dead, None)
-    except KeyboardInterrupt:
-        # No caller could catch the interrupt here, and the device may be busy: a thread finishes
-        # the work and raises the interrupt later.
-        threading.Thread(target=_let_go_later, args=(dead, device, stream)).start()
-
-
-def _let_go_later(
-    dead: weakref.ref[_Held], device: torch.device, stream: torch.cuda.Stream | None
-) -> None:
-    if stream is not None:
-        stream.synchronize()
-    elif device.type == "cuda":
-        torch.cuda.synchronize(device)
-    _locks.pop(dead, None)
-    time.sleep(AGAIN_S)
-    _thread.interrupt_main()
+        if self._device.type == "cuda" and os.getpid() == self._pid and not sys.is_finalizing():
+            torch.cuda.current_stream(self._device).synchronize()

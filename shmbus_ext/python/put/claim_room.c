@@ -158,7 +158,7 @@ static bool sleep_for_space(WriterObject *self, SegmentObject *here, uint32_t ti
     /* During the wait a thread or a signal handler may close the writer, or move it to a successor
      * bus. */
     py_writer_sleep(self, here, self->waits_for, ticket, slice_ns);
-    if (PyErr_CheckSignals() < 0) {
+    if (Py_MakePendingCalls() < 0) {
         return false;
     }
     double waited = waited_s(wait);

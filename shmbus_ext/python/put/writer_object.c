@@ -311,7 +311,7 @@ static bool follow(WriterObject *self, double timeout_s) {
             moved = -1;
         } else {
             pause_us(POLL_US);
-            if (PyErr_CheckSignals() < 0 ||
+            if (Py_MakePendingCalls() < 0 ||
                 (waited_s >= next_watch_s &&
                  !py_watch_call(&self->watch, waited_s, &next_watch_s)) ||
                 !py_writer_usable(self)) {

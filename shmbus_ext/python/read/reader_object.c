@@ -198,7 +198,7 @@ static enum wait_result let_producers_run(ReaderObject *self, uint64_t until_ns)
         sched_yield();
         Py_END_ALLOW_THREADS
         /* Check signals here too: records can keep the reader awake without a sleep. */
-        if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
+        if (Py_MakePendingCalls() < 0 || !py_reader_usable(self)) {
             return WAIT_FAILED;
         }
         self->wakes_often = reader_has_events(&self->c);
@@ -212,7 +212,7 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
     reader_tidy_in_a_pause(&self->c);
     if (reader_has_events(&self->c)) {
         /* Check signals here: with records faster than the reader's looks no other check runs. */
-        return PyErr_CheckSignals() < 0 || !py_reader_usable(self) ? WAIT_FAILED : WAIT_WOKEN;
+        return Py_MakePendingCalls() < 0 || !py_reader_usable(self) ? WAIT_FAILED : WAIT_WOKEN;
     }
     if (timeout_s == 0) {
         return WAIT_OVER;
@@ -241,7 +241,7 @@ enum wait_result py_reader_wait_for_events(ReaderObject *self, double timeout_s,
         Py_BEGIN_ALLOW_THREADS
         woken = doorbell_sleep(header, slice_ns);
         Py_END_ALLOW_THREADS
-        if (PyErr_CheckSignals() < 0 || !py_reader_usable(self)) {
+        if (Py_MakePendingCalls() < 0 || !py_reader_usable(self)) {
             Py_DECREF(segment);
             return WAIT_FAILED;
         }

@@ -36,7 +36,7 @@ bool py_recursive_lock_acquire(RecursiveLockObject *self) {
         status = PyThread_acquire_lock_timed(self->gate, -1, 1);
         Py_END_ALLOW_THREADS
         self->waiting--;
-        if (status == PY_LOCK_INTR && PyErr_CheckSignals() < 0) {
+        if (status == PY_LOCK_INTR && Py_MakePendingCalls() < 0) {
             return false;
         }
     }

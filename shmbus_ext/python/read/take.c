@@ -262,7 +262,7 @@ static PyObject *py_intake_take(PyObject *intake, const struct take_request *req
             /* Let other threads and signals run during a flood of incomplete groups. */
             Py_BEGIN_ALLOW_THREADS
             Py_END_ALLOW_THREADS
-            end = PyErr_CheckSignals() == 0 ? ENDED_DUE : ENDED_FAILED;
+            end = Py_MakePendingCalls() == 0 ? ENDED_DUE : ENDED_FAILED;
         } else if (!just_woken) {
             end = wait_for_more(self, request, began_s, &next_watch_s);
         }

@@ -106,7 +106,7 @@ static PyObject *py_request_await(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     bell_wait_for(bell_of(segment, room), kinds, ticket, (int64_t)(timeout_s * 1e9));
     Py_END_ALLOW_THREADS Py_DECREF(segment);
-    if (PyErr_CheckSignals() < 0) {
+    if (Py_MakePendingCalls() < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
