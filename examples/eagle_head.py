@@ -102,7 +102,9 @@ def engine(model: str, channel: str, dtype: str) -> None:
 
 def end_with_trainer(done: threading.Event) -> None:
     """Wait for the trainer's end; stop an unfinished generation, which no trainer receives."""
-    sys.stdin.read()
+    # By its number: a child forked by vLLM closes sys.stdin, and would wait for this read.
+    while os.read(0, 1):
+        pass
     if not done.is_set():
         os.kill(os.getpid(), signal.SIGINT)
 

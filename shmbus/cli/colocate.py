@@ -133,8 +133,11 @@ def _start() -> str:
     variables = _environment()
     for place in variables.values():
         os.makedirs(place, mode=0o700, exist_ok=True)
+    # MPS would number the devices of CUDA_VISIBLE_DEVICES anew, and a client with the same variable
+    # would find none: https://docs.nvidia.com/deploy/topics/topic_5_2_1.html
+    own = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(
-        [_CONTROL, "-d"], env={**os.environ, **variables}, capture_output=True, text=True
+        [_CONTROL, "-d"], env={**own, **variables}, capture_output=True, text=True
     )
     if done.returncode == 0 and _becomes(True):
         return ""

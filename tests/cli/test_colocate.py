@@ -39,7 +39,8 @@ def mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def colocated(*options: str) -> Result:
     names = ("PATH", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-    return cli("colocate", *options, env={name: os.environ[name] for name in names})
+    variables = {name: os.environ[name] for name in names}
+    return cli("colocate", *options, env={**variables, "CUDA_VISIBLE_DEVICES": "1"})
 
 
 def test_mps_is_started_once_printed_for_a_shell_and_ended(mps: Path) -> None:
@@ -52,6 +53,9 @@ def test_mps_is_started_once_printed_for_a_shell_and_ended(mps: Path) -> None:
         assert "--gpu-memory-utilization 0.5" in told.out
         assert len([place for _, _, place in colocate._daemons() if place == str(mps)]) == 1
     assert mps.stat().st_mode & 0o777 == 0o700
+    # A client with CUDA_VISIBLE_DEVICES=1 finds that device only in an MPS of all devices.
+    variables = Path(f"/proc/{(mps / 'pid').read_text().strip()}/environ").read_bytes()
+    assert b"CUDA_VISIBLE_DEVICES" not in variables
     assert colocated("--stop").status == 0
     wait_until(lambda: not colocate._is_here())
     assert colocated("--stop").status == 1

@@ -1,6 +1,8 @@
 """The draft head's loss falls, with the gradients of tensors that never left a process."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -32,3 +34,29 @@ def test_the_engine_ends_with_a_trainer_killed_at_the_start(bus_name: str, spawn
     trainer.kill()
     psutil.wait_procs(engines, timeout=DEADLINE_S)
     assert not [*Path("/dev/shm").glob(f"shmbus-channel.{bus_name}*")]
+
+
+FORKS = """
+import multiprocessing, os, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from eagle_head import end_with_trainer
+
+threading.Thread(target=end_with_trainer, args=(threading.Event(),), daemon=True).start()
+time.sleep(0.2)
+core = multiprocessing.get_context("fork").Process(target=print)
+core.start()
+core.join(20)
+print("forked", core.exitcode, flush=True)
+core.kill()
+os._exit(0)
+"""
+
+
+def test_the_engine_of_the_eagle_head_forks_beside_its_watch_of_the_trainer() -> None:
+    # As vLLM does on a GPU; on a CPU it spawns.
+    command = [sys.executable, "-c", FORKS, str(EXAMPLE.parent)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.read().split() == ["forked", "0"]
