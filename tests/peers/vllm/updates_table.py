@@ -131,7 +131,9 @@ class Arm:
             "answers_unlike_a_fresh_server": self.wrong,
             **self.figures,
         }
-        said = ", ".join(f"{key.replace('_', ' ')} {value:,.0f}" for key, value in figures.items())
+        said = ", ".join(
+            f"{key.replace('_', ' ')} {value:,.0f}" for key, value in figures.items() if value
+        )
         print(f"{self.title}: pause {1e3 * statistics.median(ordered):.1f} ms, {said}", flush=True)
         values = tuple(1e3 * pause for pause in self.pauses)
         return Row(
