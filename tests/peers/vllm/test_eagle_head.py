@@ -28,7 +28,7 @@ def runs() -> Iterator[list[subprocess.Popen[str]]]:
 
 def begin(folder: Path) -> subprocess.Popen[str]:
     command = [sys.executable, str(EXAMPLE), "--folder", str(folder), "--compare"]
-    command += ["--sequences", "300", "--save-every", "10"]
+    command += ["--sequences", "400", "--save-every", "10"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -48,7 +48,7 @@ def test_a_killed_head_goes_on(tmp_path: Path, runs: list[subprocess.Popen[str]]
     learnt = re.search(r"(\d+) sequences, loss (\S+) -> (\S+), .* length (\S+) -> (\S+)", said)
     apart = re.search(r"first gradient: (\S+) from", said)
     assert kept and learnt and apart
-    assert int(kept[1]) + int(learnt[1]) == 300
+    assert int(kept[1]) + int(learnt[1]) == 400
     assert float(learnt[3]) < float(learnt[2])
     assert float(learnt[5]) > float(learnt[4]) + 0.2
     assert float(apart[1]) < 1e-4
