@@ -24,6 +24,7 @@ ARMS: Final = {
     "recomputed": ("bfloat16", Remedy("nearest", correction="recomputed")),
     "stochastic-bf16-forward": ("bfloat16", Remedy("stochastic", forward="bfloat16")),
     "float16": ("float16", Remedy("nearest")),
+    "turns": ("bfloat16", Remedy()),  # the server sleeps while the trainer trains
 }
 
 
@@ -32,8 +33,9 @@ def trial(options: argparse.Namespace, scale: Scale, name: str, seed: int) -> di
     dtype, remedy = ARMS[name]
     with tempfile.TemporaryDirectory() as output:
         config = ChatConfig(
-            model=str(options.model), seed=seed, steps=options.steps or None, output=output
-        )
+            model=str(options.model), seed=seed, steps=options.steps or None, output=output,
+            turns=name == "turns",
+        )  # fmt: skip
         run = ChatRun(config, scale._replace(dtype=dtype), remedy)
         run.run()
     last, seconds = run.figures[-20:], run.training[-1].seconds
@@ -41,8 +43,8 @@ def trial(options: argparse.Namespace, scale: Scale, name: str, seed: int) -> di
         f"{key}_last": statistics.fmean(row[key] for row in last)
         for key in ("reward", "mean", "p99", "k3", "clip_fraction")
     }
-    times = ("wait_s", "train_s", "update_s")
-    found |= {key: statistics.median(row[key] for row in run.figures) for key in times}
+    times = ("wait_s", "sleep_s", "train_s", "update_s", "free_gb")
+    found |= {key: statistics.median(row.get(key, 0) for row in run.figures) for key in times}
     return {
         "arm": name, "engine": dtype, **remedy._asdict(), "seed": seed, **found,
         "held_out": [(each.step, each.seconds, each.reward) for each in run.held_out],

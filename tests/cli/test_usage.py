@@ -66,6 +66,7 @@ def test_a_wrong_option_is_a_usage_error_before_anything_is_made(
         (("web",), {"SHMBUS_WEB_TOKEN": "\u00e9" * 20}, "ASCII letters and digits"),
         (("list", "--jsn"), {}, "unrecognized arguments"),
         (("demo", "--group-size", "1"), {}, "expected 2 or more, got 1"),
+        (("demo", "--turns"), {}, "--turns needs --engine vllm and --model FOLDER"),
         (("demo", "--workers", "x"), {}, "expected 1 or more, got x"),
     ],
 )

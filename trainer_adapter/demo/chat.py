@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,8 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     #: Optimizer steps; None takes the scale's number.
     steps: int | None = None
+    #: True if the server sleeps while the trainer trains, on one GPU.
+    turns: bool = False
     #: Folder for the checkpoint, ``curve.json`` and ``reward.png``.
     output: str = "shmbus-demo"
 
@@ -88,16 +90,16 @@ PATIENCE_S = 600.0
 LEARNING_RATE = 1e-5
 
 
-class UnusableModelError(Exception):
-    """A folder that transformers cannot load, or that has no chat template."""
+class UnusableError(Exception):
+    """A model or a machine that cannot run the demo."""
 
 
 def load(folder: Path, device: str) -> tuple[Any, Any]:
-    """Load model and tokenizer; raise UnusableModelError with the reason."""
+    """Load model and tokenizer; raise UnusableError with the reason."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "config.json").is_file():
-        raise UnusableModelError(
+        raise UnusableError(
             f"{folder}: no config.json; --model expects a Hugging Face folder (in a clone, "
             "`make demo-real` makes one)"
         )
@@ -108,11 +110,9 @@ def load(folder: Path, device: str) -> tuple[Any, Any]:
         )
     except Exception as error:  # transformers raises whatever a file makes its parsers raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UnusableModelError(
-            f"{folder}: transformers cannot load this model: {reason}"
-        ) from error
+        raise UnusableError(f"{folder}: transformers cannot load this model: {reason}") from error
     if not tokenizer.chat_template:
-        raise UnusableModelError(f"{folder}: the tokenizer has no chat template; take a chat model")
+        raise UnusableError(f"{folder}: the tokenizer has no chat template; take a chat model")
     return model.to(device), tokenizer
 
 
@@ -155,8 +155,9 @@ class ChatRun:
 
     def run(self) -> None:
         """Train until the last step."""
+        options = [*self.scale.server, *["--enable-sleep-mode"] * self.config.turns]
         server = chat_task.server_of(
-            Path(self.config.model), _free_port(), self.scale.dtype, self.scale.server, self.log,
+            Path(self.config.model), _free_port(), self.scale.dtype, options, self.log,
             self.scale.server_gpu,
         )  # fmt: skip
         dtype = getattr(torch, self.scale.dtype)
@@ -174,11 +175,12 @@ class ChatRun:
             self._resume(handler)
             fleet = EngineFleet([VllmServer(server.address)], bus=self.bus, mode="keep")
             fleet.update_sync(publisher, handler.step)
-            with Supervisor(server, fleet, publisher, workers) as supervisor:
-                self._train(handler, supervisor.update)
+            turns = self.config.turns
+            with Supervisor(server, fleet, publisher, workers, turns=turns) as supervisor:
+                self._train(handler, supervisor)
         shmbus.unlink(self.bus)
 
-    def _train(self, handler: OnlineDataHandler, send: Callable[[int], object]) -> None:
+    def _train(self, handler: OnlineDataHandler, supervisor: Supervisor) -> None:
         handler.offer(
             chat_task.prompts(self.tokenizer, self.config.seed),
             ahead=2, group_size=self.config.group_size,
@@ -189,14 +191,20 @@ class ChatRun:
             asked = time.monotonic()
             batch = handler.next_batch(PATIENCE_S)
             got = time.monotonic()
+            supervisor.sleep()
+            asleep = time.monotonic()
             figures = self._step(handler, batch)
+            if self.scale.device != "cpu":
+                torch.cuda.synchronize()
+                figures["free_gb"] = torch.cuda.mem_get_info()[0] / 1e9
             stepped = time.monotonic()
-            send(handler.step)
+            supervisor.update(handler.step)
             self._unsaved.append(batch)
             updated = time.monotonic()
             figures |= {
                 "reward": float(batch.scores.mean()), "tokens": batch.num_tokens,
-                "wait_s": got - asked, "train_s": stepped - got, "update_s": updated - stepped,
+                "wait_s": got - asked, "sleep_s": asleep - got, "train_s": stepped - asleep,
+                "update_s": updated - stepped,
             }  # fmt: skip
             self.figures.append(figures)
             self.training.append(Point(self._seconds(), handler.step, figures["reward"]))
@@ -301,8 +309,12 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def scale_here() -> Scale:
+def scale_here(*, turns: bool = False) -> Scale:
     """Return the sizes for this machine; of several GPUs the server takes the first."""
+    if turns:
+        if not torch.cuda.is_available():
+            raise UnusableError("--turns needs a GPU: vLLM on a CPU has no sleep mode")
+        return GPU
     if torch.cuda.device_count() < 2:
         return GPU if torch.cuda.is_available() else CPU
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
@@ -311,8 +323,9 @@ def scale_here() -> Scale:
 
 def main(config: ChatConfig) -> int:
     """Run the demo; return 0 for a higher held-out reward at the end than before the first step."""
-    scale, run = scale_here(), None
+    run = None
     try:
+        scale = scale_here(turns=config.turns)
         run = ChatRun(config, scale)
         print(
             f"shmbus demo: {config.model} with vLLM on {scale.device}, {scale.dtype}, "
@@ -324,7 +337,7 @@ def main(config: ChatConfig) -> int:
     except KeyboardInterrupt:
         print(f"stopped; the same command resumes from {config.output}", file=sys.stderr)
         return 130
-    except (UnusableModelError, shmbus.ShmbusError) as error:
+    except (UnusableError, shmbus.ShmbusError) as error:
         print(f"shmbus demo: {with_notes(error)}", file=sys.stderr)
         if run is not None and run.log.exists():
             print(f"the server's output is in {run.log}", file=sys.stderr)

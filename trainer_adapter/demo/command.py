@@ -51,6 +51,9 @@ def add_parser(commands: Commands) -> None:
         "--engine", choices=["vllm"], help="train a chat model, with a vLLM server for the samples"
     )
     parser.add_argument("--model", help="Hugging Face folder of the chat model, for --engine")
+    parser.add_argument(
+        "--turns", action="store_true", help="with --engine: it sleeps while the trainer trains"
+    )
     parser.set_defaults(run=run)
 
 
@@ -67,6 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return 1 with a hint for missing packages, 2 for options that do not fit."""
     if bool(arguments.engine) != bool(arguments.model) or (arguments.engine and arguments.chaos):
         print("shmbus demo: expected --engine vllm and --model FOLDER, no --chaos", file=sys.stderr)
+        return 2
+    if arguments.turns and not arguments.engine:
+        print("shmbus demo: --turns needs --engine vllm and --model FOLDER", file=sys.stderr)
         return 2
     needed = ["torch", "matplotlib"]
     install = "pip install 'shmbus[demo]'"

@@ -28,19 +28,30 @@ class Supervisor:
         fleet: EngineFleet,
         publisher: WeightPublisher,
         start_workers: Callable[[], subprocess.Popen[bytes]],
+        *,
+        turns: bool = False,
     ) -> None:
         self._server, self._fleet, self._publisher = server, fleet, publisher
+        #: True if the server sleeps while the trainer trains.
+        self._turns = turns
         self._start_workers = start_workers
         self._workers = start_workers()
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._watch = threading.Thread(target=self._look, daemon=True)
 
+    def sleep(self) -> None:
+        """Free a server's GPU memory for the trainer, in turns; a dead server has none."""
+        with self._lock:
+            if self._turns and self._server.running:
+                self._fleet.sleep_sync()
+
     def update(self, version: int) -> None:
         """Bring a version to the server, after a restart if the server died."""
+        send = self._fleet.wake_sync if self._turns else self._fleet.update_sync
         with self._lock:
             try:
-                self._fleet.update_sync(self._publisher, version)
+                send(self._publisher, version)
             except shmbus.ShmbusError:
                 end_s = time.monotonic() + END_S  # its other processes may outlive the dead one
                 while self._server.running:
@@ -48,7 +59,7 @@ class Supervisor:
                         raise
                     time.sleep(0.1)
                 self._restart_server()
-                self._fleet.update_sync(self._publisher, version)
+                send(self._publisher, version)
 
     def _look(self) -> None:
         while not self._over.wait(LOOK_S):

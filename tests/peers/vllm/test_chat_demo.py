@@ -97,6 +97,40 @@ def test_a_dead_server_or_worker_starts_again_within_the_run(tmp_path: Path) -> 
         assert buses() == before
 
 
+#: On a CPU vLLM sleeps too, and keeps its memory.
+TURNS = """
+import sys
+from trainer_adapter.demo import chat, chat_task
+
+class Sleeping(chat.VllmServer):
+    async def check_sleep(self, level, timeout):
+        pass
+
+def server_of(folder, port, dtype, options, *more, of=chat_task.server_of):
+    options.remove("--enable-sleep-mode")
+    return of(folder, port, dtype, options, *more)
+
+chat.VllmServer, chat_task.server_of = Sleeping, server_of
+config = chat.ChatConfig(model=sys.argv[1], output=sys.argv[2], steps=6, turns=True)
+run = chat.ChatRun(config, chat.CPU)
+run.run()
+print([row["sleep_s"] > 0.001 for row in run.figures])
+"""
+
+
+@pytest.mark.timeout(900)
+def test_trainer_and_server_take_turns(tmp_path: Path) -> None:
+    model, before = chat_model(tmp_path / "model"), buses()
+    ended = subprocess.run(
+        [sys.executable, "-c", TURNS, str(model), str(tmp_path / "out")],
+        capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert ended.stdout.endswith(f"{[True] * 6}\n"), ended.stderr[-3000:]
+    log = (tmp_path / "out" / "server.log").read_text()
+    assert log.count("POST /sleep?level=2") == log.count("POST /wake_up?tags=kv_cache") == 6
+    assert buses() == before
+
+
 @pytest.mark.parametrize("fault", ["no model", "no template", "no weights"])
 def test_an_unusable_model_is_refused_in_a_sentence(fault: str, tmp_path: Path) -> None:
     before, folder = buses(), tmp_path / "model"
