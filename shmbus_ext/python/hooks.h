@@ -42,5 +42,8 @@ bool py_watch_call(const struct watch *self, double waited_s, double *next_s);
 PyObject *py_call_uninterrupted(PyObject *callable, PyObject *arguments);
 PyObject *py_uninterrupted(PyObject *module, PyObject *args);
 PyObject *py_finalizer(PyObject *module, PyObject *function);
+/* Return the result of function(*arguments), or raise the function's own exception; an exception of
+ * a signal handler is raised later. */
+PyObject *py_call_idempotent(PyObject *function, PyObject *arguments);
 /* Base class: the end of a `with` block calls `close()`, before a signal handler can run. */
 extern PyTypeObject ClosedByBlockType;

@@ -205,27 +205,27 @@ PyTypeObject ClosedByBlockType = {
     .tp_new = PyType_GenericNew,
 };
 
-/* ---- `__del__` in Python without a loss of a signal handler's exception.
+/* ---- Python code whose exceptions nobody gets, without a loss of a signal handler's exception.
  *
  * The interpreter prints an exception of `__del__` and goes on, and a handler may raise at the first
- * step of `__del__`: a Ctrl-C would end nothing. Here an interrupted `__del__` runs once more, and
+ * step of `__del__`: a Ctrl-C would end nothing. Here an interrupted function runs once more, and
  * the main thread raises the exception at its next step, or in a wait of the core.
  *
- * Invariant: `__del__` is idempotent. */
+ * Invariant: the function is idempotent. */
 static int raise_pending(void *error) {
     py_restore_error(error);
     return -1;
 }
 
-static PyObject *run_finalizer(PyObject *function, PyObject *object) {
-    PyObject *done = PyObject_CallOneArg(function, object);
+PyObject *py_call_idempotent(PyObject *function, PyObject *arguments) {
+    PyObject *done = PyObject_CallObject(function, arguments);
     /* Signal handlers run in the main thread only; another thread's exception is the function's. */
     if (done != NULL || gettid() != getpid()) {
         return done;
     }
     PyObject *error = py_set_aside_error();
     (void)PyException_SetTraceback(error, Py_None); /* its frames would keep the object */
-    done = PyObject_CallOneArg(function, object);
+    done = PyObject_CallObject(function, arguments);
     if (done == NULL || Py_AddPendingCall(raise_pending, error) < 0) {
         Py_CLEAR(done);
         PyErr_Clear(); /* the first error tells the reason */
@@ -234,7 +234,7 @@ static PyObject *run_finalizer(PyObject *function, PyObject *object) {
     return done;
 }
 
-static PyMethodDef finalizer_def = {"__del__", run_finalizer, METH_O, NULL};
+static PyMethodDef finalizer_def = {"__del__", py_call_idempotent, METH_VARARGS, NULL};
 
 /* finalizer(function): the method `__del__` that calls function. */
 PyObject *py_finalizer(PyObject *Py_UNUSED(module), PyObject *function) {

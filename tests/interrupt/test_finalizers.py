@@ -106,6 +106,17 @@ class Raises:
     def __bool__(self) -> bool:
         raise KeyboardInterrupt
 
+    def __float__(self) -> float:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["score", "timeout"])
+def test_an_interrupt_in_the_conversion_of_a_number_is_no_wrong_type(
+    name: str, producer: Producer
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        producer.put("a", group_size=1, index=0, tokens=[1], **{name: Raises()})
+
 
 def test_a_wait_for_groups_raises_what_a_finalizer_left(bus: Bus) -> None:
     raises = Raises()

@@ -95,6 +95,10 @@ bool py_take_integer(PyObject *value, const char *name, int64_t low, int64_t hig
 /* Replace the error of float(), whose text lacks the argument's name. */
 static void number_error(const char *name, const char *expected, PyObject *value) {
     bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError);
+    if (!too_large && !PyErr_ExceptionMatches(PyExc_TypeError) &&
+        !PyErr_ExceptionMatches(PyExc_ValueError)) {
+        return; /* of the value's own code, or of a signal handler */
+    }
     PyErr_Clear();
     if (too_large) {
         PyErr_Format(PyExc_ValueError, "%s: expected %s, got %R, which no float can hold", name,

@@ -132,7 +132,10 @@ PyObject *py_schema_cache_find(struct schema_cache *cache, struct record_spec *s
 /* Encoded form of a dtype; NULL without an exception for an unencodable dtype, equal to no
  * other. */
 static PyObject *described(PyArray_Descr *dtype) {
-    PyObject *text = PyObject_CallFunction(hooks.encode_dtype, "sO", "dtype", (PyObject *)dtype);
+    PyObject *arguments = Py_BuildValue("(sO)", "dtype", (PyObject *)dtype);
+    PyObject *text =
+        arguments == NULL ? NULL : py_call_idempotent(hooks.encode_dtype, arguments);
+    Py_XDECREF(arguments);
     if (text == NULL || !PyBytes_Check(text)) {
         PyErr_Clear();
         Py_CLEAR(text);
