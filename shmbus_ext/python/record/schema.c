@@ -133,8 +133,7 @@ PyObject *py_schema_cache_find(struct schema_cache *cache, struct record_spec *s
  * other. */
 static PyObject *described(PyArray_Descr *dtype) {
     PyObject *arguments = Py_BuildValue("(sO)", "dtype", (PyObject *)dtype);
-    PyObject *text =
-        arguments == NULL ? NULL : py_call_idempotent(hooks.encode_dtype, arguments);
+    PyObject *text = arguments == NULL ? NULL : py_call_idempotent(hooks.encode_dtype, arguments);
     Py_XDECREF(arguments);
     if (text == NULL || !PyBytes_Check(text)) {
         PyErr_Clear();
