@@ -339,6 +339,8 @@ def _connect(address: str | None) -> None:
     try:
         if named != "auto" and "://" not in named:
             host, _, port = named.rpartition(":")
+            if not port.isdecimal():
+                raise ValueError("no HOST:PORT")
             # Ray itself would wait for minutes for a cluster that is not there.
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
             advice = (
