@@ -140,7 +140,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"tracing bus {printable(name)}; Ctrl-C ends it", file=sys.stderr)
     end = ""
     with ExitStack() as stack:
-        file = _File(stack.enter_context(open(arguments.output, "w", encoding="utf-8")))
+        try:
+            stream = stack.enter_context(open(arguments.output, "w", encoding="utf-8"))
+        except OSError as error:
+            raise RuntimeError(
+                f"--output: cannot write {arguments.output!r}: {error.strerror}; choose another"
+            ) from error
+        file = _File(stream)
         stack.callback(file.end)
         trace = _Trace(name, file)
         try:

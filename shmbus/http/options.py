@@ -72,8 +72,13 @@ def read_token(path: str | None, variable: str) -> str | None:
         where, remedy = variable, "unset it, or give it one"
     else:
         check_path("--token-file", path)
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            found = file.read()
+        try:
+            with open(path, encoding="utf-8", errors="surrogateescape") as file:
+                found = file.read()
+        except OSError as error:
+            raise RuntimeError(
+                f"--token-file: cannot read {path!r}: {error.strerror}; give a readable file"
+            ) from error
         where, remedy = f"--token-file {path}", "write one into it"
     token = found.strip()
     # Other characters fail in a header, or change on the way.

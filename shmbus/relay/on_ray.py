@@ -284,7 +284,8 @@ def start(
         [place.address(name) for place in to_places], stash_policy, sorted(mirrors),
     )  # fmt: skip
     plans += mirrored
-    _require_same(name, lead)
+    for plan in (lead, *(plan for _, plan in plans if plan.kind == "sink")):  # a sink keeps
+        _require_same(name, plan)
     for place, plan in plans:
         _start_actor(plan, {place.resource: _A_LITTLE})
     _start_actor(lead, {to_places[0].resource: _A_LITTLE})

@@ -178,6 +178,7 @@ def test_a_token_that_no_client_can_send_is_refused(bus_name: str, tmp_path: Pat
             ended = cli(*listen, "--token-file", str(file))
             assert ended.status == 1
             assert "expected a token of ASCII letters" in ended.err
+        assert "--token-file: cannot read" in cli(*listen, "--token-file", str(tmp_path)).err
         ended = cli(*listen, env={"SHMBUS_GATEWAY_TOKEN": " "})
         assert ended.status == 1
         assert "SHMBUS_GATEWAY_TOKEN: expected a token" in ended.err
