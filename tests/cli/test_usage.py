@@ -50,6 +50,11 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ("gateway", ("--http", "http://127.0.0.1:0"), HOST_PORT),
     ("gateway", ("--token-file", "", *LISTEN), "--token-file: expected a path"),
     ("metrics", ("--host", ""), "got nothing"),
+    *(
+        ("proxy", ("--engine", f"http://{engine}"), "expected an address such as http://")
+        for engine in ("h:99999", "h:x", "[::1", "a b:80", "\udcff:80", "h:80/v1?x=1")
+    ),
+    ("proxy", ("--engine", "http://h", "--routed-experts", "0x8"), "expected the layers and"),
     ("pause", ("--reason", "\udcff"), "expected text in UTF-8"),
     ("snapshot", ("",), "expected a path, got ''"),
     ("trace", ("-o", ""), "expected a path, got ''"),
