@@ -96,8 +96,8 @@ def check_int64(name: str, value: object) -> int:
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    """Return an int of `least` or more."""
-    return check_int(name, value, least)
+    """Return an int of `least` or more, within 64 bits."""
+    return check_int(name, check_int(name, value, least), least, _LARGEST_INT)
 
 
 def check_number(name: str, value: object, what: str = "a number") -> float:
@@ -254,7 +254,7 @@ def check_split(value: object) -> str:
 
 def clamp_request(name: str, value: object) -> int:
     """Return a count of 1 or more, at most `limits.MAX_REQUESTED`."""
-    return min(check_count(name, value, 1), limits.MAX_REQUESTED)
+    return min(check_int(name, value, 1), limits.MAX_REQUESTED)
 
 
 def check_label(label: object) -> str:

@@ -99,6 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (shmbus.ShmbusError, OSError, RuntimeError) as error:
         print(f"shmbus {parsed.command}: {with_notes(error)}", file=sys.stderr)
         return 1
+    except UnicodeEncodeError as error:
+        said = f"expected text that UTF-8 can encode, got {error.object!r}"
+        print(f"shmbus {parsed.command}: {said}", file=sys.stderr)
+        return 2
+    except ValueError as error:  # a refused argument
+        print(f"shmbus {parsed.command}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"shmbus {parsed.command}: interrupted", file=sys.stderr)
         return 1

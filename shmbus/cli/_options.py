@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
+from shmbus.base.arguments import check_path, is_text
 from shmbus.base.near_names import near
 from shmbus.segment.names import check_name
 
@@ -68,11 +70,43 @@ def checked(read: Callable[[str], T]) -> Callable[[str], T]:
 bus_name: Final = checked(check_name)
 
 
+def text(word: str) -> str:
+    """Take a text of one or more characters that UTF-8 can encode."""
+    if not word or not is_text(word):
+        raise argparse.ArgumentTypeError(f"expected text in UTF-8, got {word!r}")
+    return word
+
+
+def path(word: str) -> str:
+    """Take a path; an empty text would mean the working directory."""
+    try:
+        check_path("path", word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return word
+
+
+def host(word: str) -> str:
+    """Take an address to listen at; an empty text would mean every address of the machine."""
+    if not word:
+        raise argparse.ArgumentTypeError("expected an address, such as 127.0.0.1, got nothing")
+    return word
+
+
+def refuse_given(arguments: argparse.Namespace, options: Iterable[str], remedy: str) -> None:
+    """Raise ValueError for the first given option without an effect here; `remedy` follows it."""
+    for option in options:
+        given = getattr(arguments, option)
+        if given not in (None, []) and given is not False:  # 0 equals False, and is given
+            raise ValueError(f"--{option.replace('_', '-')}: {remedy}")
+
+
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     """Make a type of options: a whole number within bounds."""
 
     def take(text: str) -> int:
-        value = number_of(text)
+        # Digits as an int: a float would round large numbers.
+        value = int(text) if text.isascii() and text.isdecimal() else number_of(text)
         if value != value // 1 or value < least or (most is not None and value > most):
             bounds = f"{least} or more" if most is None else f"{least} to {most}"
             raise argparse.ArgumentTypeError(f"expected {bounds}, got {text}")
@@ -95,7 +129,8 @@ def seconds(least: float | None = None, *, endless: bool = False) -> Callable[[s
     def take(text: str) -> float:
         value = number_of(text)
         enough = value > 0 if least is None else value >= least
-        if not enough or (value == math.inf and not endless):
+        # A longer wait is refused by the operating system.
+        if not enough or (value > threading.TIMEOUT_MAX and not endless):
             bound = "more than 0" if least is None else f"{least} or more"
             end = "" if endless else ", with an end"
             raise argparse.ArgumentTypeError(f"expected seconds, {bound}{end}, got {text!r}")

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from shmbus.cli._options import Commands, add_command, share
+from shmbus.cli._options import Commands, add_command, refuse_given, share
 
 #: Of a device's memory: what contexts of two processes, MPS and the channel's buffers take.
 SPARE: Final = 0.10
@@ -62,15 +62,14 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the environment, after starting MPS on request; or end MPS."""
     if arguments.stop:
+        refuse_given(arguments, ("train", "infer"), "expected without --stop; leave it out")
         return _stop()
     total = (arguments.train or 1) + (arguments.infer or 1) + SPARE
     if total > 1 + 1e-9:
-        print(
-            "shmbus colocate: expected --stop, or --train and --infer with a sum of at most "
-            f"{1 - SPARE:.2f}, got {arguments.train} and {arguments.infer}",
-            file=sys.stderr,
+        raise ValueError(
+            "expected --stop, or --train and --infer with a sum of at most "
+            f"{1 - SPARE:.2f}, got {arguments.train} and {arguments.infer}"
         )
-        return 2
     problem = _start() if arguments.start else _missing()
     if problem:
         print(f"# no MPS: {problem}; both sides work all the same, in turns, and slower")

@@ -9,8 +9,9 @@ import time
 import msgspec
 
 from shmbus.base import limits
+from shmbus.base.arguments import TRAIN
 from shmbus.base.format import several
-from shmbus.cli._options import Commands, add_command, print_json, whole
+from shmbus.cli._options import Commands, add_command, print_json, refuse_given, text, whole
 from shmbus.inspect.history import EventList, read_events, read_group
 from shmbus.inspect.text import events_text, history_text
 
@@ -41,21 +42,25 @@ def add_parser(commands: Commands) -> None:
         "--limit",
         metavar="K",
         type=whole(1, limits.MAX_EVENTS_SHOWN),
-        default=_DEFAULT_LIMIT,
         help=f"events to show at most (default {_DEFAULT_LIMIT})",
     )
     parser.add_argument(
         "--follow", action="store_true", help="follow new events; with --json, one line per event"
     )
-    parser.add_argument("--group", metavar="ID", help="the history of this group")
-    parser.add_argument("--round", metavar="N", type=int, help="its round, where it has one")
-    parser.add_argument("--split", metavar="S", default="train", help="its split (default train)")
+    parser.add_argument("--group", metavar="ID", type=text, help="the history of this group")
+    parser.add_argument(
+        "--round", metavar="N", type=whole(0, (1 << 63) - 1), help="its round, where it has one"
+    )
+    parser.add_argument("--split", metavar="S", type=text, help="its split (default train)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print events, or a group's history."""
     if arguments.group is not None:
+        refuse_given(arguments, ("limit", "follow"), "expected without --group, which shows all")
         return _run_group(arguments)
+    refuse_given(arguments, ("round", "split"), "expected with --group; add --group ID")
+    arguments.limit = arguments.limit or _DEFAULT_LIMIT
     if arguments.follow:
         return _follow(arguments)
     found = read_events(arguments.name, limit=arguments.limit)
@@ -93,7 +98,7 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 def _run_group(arguments: argparse.Namespace) -> int:
     found = read_group(
-        arguments.name, arguments.group, round=arguments.round, split=arguments.split
+        arguments.name, arguments.group, round=arguments.round, split=arguments.split or TRAIN
     )
     if arguments.json:
         print_json(found)

@@ -6,7 +6,7 @@ import argparse
 import signal
 
 from shmbus.base import limits
-from shmbus.cli._options import Commands, add_command, require_extra, whole
+from shmbus.cli._options import Commands, add_command, host, require_extra, whole
 
 
 def add_parser(commands: Commands) -> None:
@@ -30,7 +30,9 @@ def add_parser(commands: Commands) -> None:
         default=limits.METRICS_PORT,
         help=f"where to listen (default {limits.METRICS_PORT}; 0 takes any free one)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="loopback unless told otherwise")
+    parser.add_argument(
+        "--host", type=host, default="127.0.0.1", help="loopback unless told otherwise"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

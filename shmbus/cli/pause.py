@@ -6,6 +6,7 @@ import argparse
 
 from shmbus import Bus
 from shmbus.cli._options import Commands, add_command
+from shmbus.cli._options import text as checked_text
 from shmbus_ext import _core
 
 
@@ -42,7 +43,7 @@ def _reason(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"expected at most {_core.PAUSE_REASON_BYTES} bytes, got {size}"
         )
-    return text
+    return text and checked_text(text)
 
 
 def run_pause(parsed: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import secrets
-import sys
 from collections.abc import Callable
 
 from shmbus import errors
@@ -51,11 +50,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Serve; 0 after an orderly end, 2 for wrong settings."""
-    try:
-        settings = config.load(vars(parsed), os.environ)
-    except ValueError as error:
-        print(f"shmbus serve: {error}", file=sys.stderr)
-        return 2
+    settings = config.load(vars(parsed), os.environ)
     logs.set_up(settings.log_format, settings.log_level)
     if settings.http is not None:
         require_extra("gateway", "aiohttp", option="--http")

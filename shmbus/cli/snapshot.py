@@ -9,7 +9,7 @@ import msgspec
 from shmbus import errors
 from shmbus.base.arguments import parse_size
 from shmbus.base.format import printable, several, show_count, show_size
-from shmbus.cli._options import Commands, add_command, bus_name, checked, print_json
+from shmbus.cli._options import Commands, add_command, bus_name, checked, path, print_json
 from shmbus.control.ask import ask_snapshot
 from shmbus.store import snapshot
 
@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
         examples=["shmbus snapshot run1 /data/run1-before-reboot"],
         json=True,
     )
-    take.add_argument("directory", metavar="DIR", help="a new or empty directory")
+    take.add_argument("directory", metavar="DIR", type=path, help="a new or empty directory")
     back = add_command(
         commands,
         "restore",
@@ -44,7 +44,7 @@ def add_parser(commands: Commands) -> None:
         json=True,
         bus=False,
     )
-    back.add_argument("directory", metavar="DIR", help="the snapshot")
+    back.add_argument("directory", metavar="DIR", type=path, help="the snapshot")
     back.add_argument(
         "name", metavar="NAME", type=bus_name, nargs="?", help="the bus (default: as it was called)"
     )

@@ -40,9 +40,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def _address(text: str) -> str:
-    if ":" not in text and text not in ("auto", "local"):
+    if ":" not in text and text != "auto":
         raise argparse.ArgumentTypeError(
-            f"expected HOST:PORT, auto or local, got {text!r}; give the bus before --ray"
+            f"expected HOST:PORT or auto, got {text!r}; give the bus before --ray"
         )
     return text
 

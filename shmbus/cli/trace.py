@@ -23,7 +23,7 @@ import msgspec
 from shmbus import errors
 from shmbus.base import limits
 from shmbus.base.format import printable, several, show_duration
-from shmbus.cli._options import Commands, add_command, seconds
+from shmbus.cli._options import Commands, add_command, path, seconds
 from shmbus.inspect.groups import read_groups
 from shmbus.inspect.history import read_events
 from shmbus.inspect.status import read_status
@@ -55,7 +55,9 @@ def add_parser(commands: Commands) -> None:
             "shmbus trace run1 -o run.json --seconds 0",
         ],
     )
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=path, required=True, help="the file to write"
+    )
     parser.add_argument(
         "--seconds", type=seconds(0), help="duration (default: until Ctrl-C); 0: only past events"
     )
@@ -138,7 +140,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"tracing bus {printable(name)}; Ctrl-C ends it", file=sys.stderr)
     end = ""
     with ExitStack() as stack:
-        file = _File(stack.enter_context(open(arguments.output, "w", encoding="utf-8")))
+        try:
+            stream = stack.enter_context(open(arguments.output, "w", encoding="utf-8"))
+        except OSError as error:
+            raise RuntimeError(
+                f"--output: cannot write {arguments.output!r}: {error.strerror}; choose another"
+            ) from error
+        file = _File(stream)
         stack.callback(file.end)
         trace = _Trace(name, file)
         try:

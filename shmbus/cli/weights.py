@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import argparse
 import subprocess
-import sys
 import time
 
 from shmbus.base.format import show_duration, show_size, table
-from shmbus.cli._options import Commands, add_command, checked, print_json, require_extra, share
+from shmbus.cli._options import (
+    Commands,
+    add_command,
+    checked,
+    print_json,
+    refuse_given,
+    require_extra,
+    share,
+)
 from shmbus.cli._supervise import resume_program
 from shmbus.pool.pool_status import PoolStatus, read_pool
 from shmbus.segment.names import companion_name
 
 #: Columns of a reader's error; --json prints the full text.
 _ERROR_COLUMNS = 60
+#: Share of an engine's time for --verify.
+_SHARE = 0.05
 
 
 def add_parser(commands: Commands) -> None:
@@ -38,7 +47,6 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--kind",
         type=checked(_kind),
-        default="weights",
         help="kind of the pool, as in /dev/shm/shmbus-KIND.NAME (default weights)",
     )
     actions = parser.add_mutually_exclusive_group()
@@ -64,24 +72,26 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--share",
         type=share,
-        default=0.05,
-        help="with --verify: the most that comparing takes of an engine's time (default 0.05)",
+        help=f"with --verify: the most that comparing takes of an engine's time (default {_SHARE})",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables, or end a dead trainer's remains."""
-    if arguments.server and not arguments.verify:
-        print("shmbus weights: --server: expected with --verify; add --verify", file=sys.stderr)
-        return 2
+    if not arguments.verify:
+        refuse_given(arguments, ("server", "share"), "expected with --verify; add --verify")
+    if arguments.verify or arguments.resume:
+        refuse_given(arguments, ("kind",), "expected without --verify and --resume; leave it out")
     if arguments.resume:
+        refuse_given(arguments, ("json",), "expected without --resume; leave it out")
         return subprocess.run(resume_program(arguments.name), check=False).returncode
     if arguments.verify:
         require_extra("engines", "aiohttp", "torch", option="--verify")
         from shmbus.engines.verify import report
 
-        return report(arguments.name, arguments.server, arguments.share, as_json=arguments.json)
-    status = read_pool(arguments.name, arguments.kind)
+        share_of_time = arguments.share or _SHARE
+        return report(arguments.name, arguments.server, share_of_time, as_json=arguments.json)
+    status = read_pool(arguments.name, arguments.kind or "weights")
     if arguments.json:
         print_json(status)
     else:

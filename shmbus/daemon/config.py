@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from shmbus.base import limits
-from shmbus.base.arguments import check_backoff, parse_size
+from shmbus.base.arguments import check_backoff, check_count, parse_size
 from shmbus.base.near_names import near
 from shmbus.data.schema import parse
 from shmbus.segment.creation import Bounds, check_bounds
@@ -151,7 +151,7 @@ _FLAGS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each setting, with the value None by default."""
     for field in msgspec.structs.fields(Settings):
-        flag = "--" + field.name.replace("_", "-")
+        flag = _flag(field.name)
         metavar, text = _FLAGS[field.name]
         if field.type is bool:
             parser.add_argument(
@@ -165,12 +165,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 _PREFIX = "SHMBUS_"
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Settings)}
-_AT_LEAST_0 = ("drain_timeout", "max_policy_lag", "sample_retries")
 _ABOVE_0 = ("group_timeout", "retry_timeout")
 
 
 #: HOST:PORT, also with an IPv6 address, in brackets or not.
-_ADDRESS = re.compile(r"\S+:([0-9]{1,5})")
+_ADDRESS = re.compile(r"[^\s/]+:([0-9]{1,5})")
+#: Flags without an effect unless the second setting is given.
+_NEEDS = (
+    ("metrics_host", "metrics_port"),
+    ("http_token_file", "http"),
+    ("on_overflow", "max_stash_bytes"),
+)
 
 
 def _check_bounds(name: str, value: Any) -> None:
@@ -184,8 +189,12 @@ def _check_bounds(name: str, value: Any) -> None:
         _parse_schema(value)
     elif name == "retry_backoff":
         _parse_backoff(value)
-    elif name in _AT_LEAST_0 and not value >= 0:
+    elif name in ("max_policy_lag", "sample_retries"):
+        check_count(name, value, 0)
+    elif name == "drain_timeout" and not value >= 0:
         raise ValueError(f"{name}: expected 0 or more, got {value}")
+    elif name in ("metrics_host", "restore") and not value:
+        raise ValueError(f"{name}: expected a value, got ''; leave it out for the default")
     elif name in _ABOVE_0 and not value > 0:
         raise ValueError(f"{name}: expected more than 0, got {value}")
     elif name == "http" and not ((found := _ADDRESS.fullmatch(value)) and int(found[1]) <= 65535):
@@ -232,6 +241,10 @@ def _parse_schema(value: str) -> _core.DeclaredSchema:
         raise ValueError(str(error)) from error
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _converted(source: str, name: str, value: Any) -> Any:
     kind = _TYPES[name]
     try:
@@ -268,7 +281,10 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
         if variable in environment:
             values[name] = _converted(variable, name, environment[variable])
         if flags.get(name) is not None:
-            values[name] = _converted("--" + name.replace("_", "-"), name, flags[name])
+            values[name] = _converted(_flag(name), name, flags[name])
+    for name, needed in _NEEDS:
+        if flags.get(name) is not None and needed not in values:
+            raise ConfigError(f"{_flag(name)}: expected with {_flag(needed)}; add {_flag(needed)}")
     try:
         return Settings(**values)
     except (TypeError, ValueError) as error:

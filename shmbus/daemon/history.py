@@ -336,12 +336,13 @@ class History:
 
     # -- who asks -------------------------------------------------------------------------------
 
-    def key_of(self, request: messages.GetGroup) -> Hashable:
-        """Return the requested group's key."""
+    def key_of(self, request: messages.GetGroup) -> Hashable | None:
+        """Return the requested group's key; None for a split never used, which has no groups."""
+        # The lookup assigns no number.
         labels = {label: number for number, label, *_ in _core.splits(self._segment)}
-        # A split never used has no groups; the lookup assigns no number.
-        split = labels.get(request.split, -1)
-        return make_key(request.instance_id, request.round, split)
+        if request.split not in labels:
+            return None
+        return make_key(request.instance_id, request.round, labels[request.split])
 
     def reply(self, request: messages.GetEvents) -> messages.EventsReply:
         """Return the requested events."""

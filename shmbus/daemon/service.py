@@ -709,6 +709,8 @@ class Service:
     def group(self, request: messages.GetGroup, now: float) -> messages.GroupReply:
         """Return a group's state, samples and history."""
         key = self.history.key_of(request)
+        if key is None:
+            return messages.GroupReply(id=request.id, state="gone")
         leases = [(x, s.name) for s in self.sessions.values() for x in s.leases.values()]
         leases += [(lease, "a client that has not come back") for lease in self._in_doubt.leases()]
         state, group, holder, held_s = find_group(self.collector, leases, key, now)

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import socket
-import sys
 from typing import Final
 
 import shmbus
@@ -80,11 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     token = read_token(arguments.token_file, "SHMBUS_GATEWAY_TOKEN")
     settings = settings_of(Settings, arguments, bus=arguments.name, token=token)
     logs.set_up(settings.log_format, settings.log_level)
-    try:
-        created = arguments.create is not None and _create(arguments.name, arguments.create)
-    except ValueError as error:
-        print(f"shmbus gateway: {error}", file=sys.stderr)
-        return 2
+    created = arguments.create is not None and _create(arguments.name, arguments.create)
     allow_connections()
     _keep_memory(SPARE_BYTES, OWN_BYTES)
     parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
+from shmbus.base.arguments import check_path
+
 _SettingsT = TypeVar("_SettingsT", bound=msgspec.Struct)
 
 
@@ -32,7 +34,14 @@ def address(text: str) -> tuple[str, int]:
     """Take HOST:PORT from the command line."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+    # A URL is the likeliest mistake.
+    if (
+        not colon
+        or not host
+        or "/" in host
+        or not (port.isascii() and port.isdecimal())
+        or int(port) > 65535
+    ):
         raise argparse.ArgumentTypeError(
             f"expected HOST:PORT, such as 127.0.0.1:8000, got {text!r}"
         )
@@ -62,8 +71,14 @@ def read_token(path: str | None, variable: str) -> str | None:
             return None
         where, remedy = variable, "unset it, or give it one"
     else:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            found = file.read()
+        check_path("--token-file", path)
+        try:
+            with open(path, encoding="utf-8", errors="surrogateescape") as file:
+                found = file.read()
+        except OSError as error:
+            raise RuntimeError(
+                f"--token-file: cannot read {path!r}: {error.strerror}; give a readable file"
+            ) from error
         where, remedy = f"--token-file {path}", "write one into it"
     token = found.strip()
     # Other characters fail in a header, or change on the way.

@@ -269,7 +269,7 @@ class HttpServer:
                 lambda: Connection(self, self._inner, **self._options),
                 host, port, backlog=min(self._max_connections, 1024), start_serving=False,
             )  # fmt: skip
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # the last: an impossible name
             raise AddressError(
                 f"cannot listen at {host}:{port}: {getattr(error, 'strerror', None) or error}; "
                 "expected an address of this machine and a free port; choose another, or port 0 "

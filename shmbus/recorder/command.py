@@ -90,8 +90,14 @@ def add_parser(commands: Commands) -> None:
 
 
 def _engine(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+    try:
+        parts = urlsplit(text)
+        # Reading a port that is none raises ValueError.
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        good = False
+    plain = text.isascii() and not {" ", "?", "#"} & set(text)
+    if not good or not plain or parts.username is not None:
         raise argparse.ArgumentTypeError(
             f"expected an address such as http://127.0.0.1:8000, without a key, got {text!r}"
         )
@@ -100,7 +106,7 @@ def _engine(text: str) -> str:
 
 def _experts(text: str) -> tuple[int, int]:
     layers, times, experts = text.partition("x")
-    if not times or not layers.isdecimal() or not experts.isdecimal():
+    if not times or not all(n.isdecimal() and int(n) > 0 for n in (layers, experts)):
         raise argparse.ArgumentTypeError(
             f"expected the layers and the experts of a token, such as 48x8, got {text!r}"
         )

@@ -19,9 +19,12 @@ from shmbus.cli._options import (
     Commands,
     add_command,
     bus_name,
+    path,
     print_json,
+    refuse_given,
     require_extra,
     seconds,
+    text,
     whole,
 )
 
@@ -75,9 +78,14 @@ def add_parser(commands: Commands) -> None:
         "--join", action="store_true", help="take on nodes that have come, with NAME[@RESOURCE]"
     )
     what.add_argument(
-        "--forget", metavar="ADDRESS", help="go on without a peer whose node will not come back"
+        "--forget",
+        metavar="ADDRESS",
+        type=text,
+        help="go on without a peer whose node will not come back",
     )
-    parser.add_argument("--ray", metavar="ADDRESS", help="of the cluster (default: this node's)")
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", type=text, help="of the cluster (default: this node's)"
+    )
     for option, kind, meaning in _POLICY:
         type_ = seconds(endless=True) if kind == "SECONDS" else whole(0)
         parser.add_argument(f"--{option}", type=type_, metavar=kind, help=meaning)
@@ -94,34 +102,43 @@ def add_parser(commands: Commands) -> None:
         help="drop groups whose scores are all equal, at their sources",
     )  # fmt: skip
     parser.add_argument(
-        "--release", choices=("acknowledged", "put"), default="acknowledged",
+        "--release", choices=("acknowledged", "put"),
         help="when a source lets go of a record (default: acknowledged)",
     )  # fmt: skip
     parser.add_argument(
-        "--weights", action="store_true",
+        "--weights", action="store_true", default=None,
         help="carry the first trainer's weights to the rollout nodes, into a pool of NAME",
     )  # fmt: skip
     parser.add_argument(
-        "--keep", metavar="DIR",
+        "--keep", metavar="DIR", type=path,
         help="keep unacknowledged samples on the trainer nodes' disks, for a reboot",
     )  # fmt: skip
     parser.add_argument(
-        "--keep-sync", type=seconds(), default=1.0, metavar="SECONDS",
+        "--keep-sync", type=seconds(0), metavar="SECONDS",
         help="longest delay of a write to disk in seconds; 0: write before the put (default: 1)",
     )  # fmt: skip
 
 
-def _spec(text: str) -> str:
+def _spec(word: str) -> str:
     """Parse a bus and its nodes' resource; an impossible value raises a usage error."""
-    bus, at, resource = text.partition("@")
+    bus, at, resource = word.partition("@")
     bus_name(bus)
     if at and not resource:
-        raise argparse.ArgumentTypeError(f"expected NAME or NAME@RESOURCE, got {text!r}")
-    return text
+        raise argparse.ArgumentTypeError(f"expected NAME or NAME@RESOURCE, got {word!r}")
+    return word
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command. Return 1 with a hint if the extra is missing, 2 if a trainer is missing."""
+    names = [each.replace("-", "_") for each, _, _ in _POLICY]
+    names += ["on_timeout", "on_failure", "skip_zero_variance", "release", "weights", "keep"]
+    names += ["keep_sync"]
+    if not arguments.trainer:
+        refuse_given(arguments, names, "expected with --trainer NAME, at the start of a relay")
+    if not arguments.status:
+        refuse_given(arguments, ("json",), "expected with --status; leave it out")
+    if arguments.keep is None:
+        refuse_given(arguments, ("keep_sync",), "expected with --keep; add --keep DIR")
     require_extra("ray", "ray")
     from shmbus.relay import on_ray
 
@@ -164,22 +181,13 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
         print(f"relay of bus {name} goes on without {arguments.forget}")
     elif not arguments.trainer:
-        print("shmbus relay: expected --trainer NAME, where groups go", file=sys.stderr)
-        return 2
+        raise ValueError("expected --trainer NAME, where groups go")
     else:
-        names = [each.replace("-", "_") for each, _, _ in _POLICY]
-        names += ["on_timeout", "on_failure", "skip_zero_variance"]
         given = {each: getattr(arguments, each) for each in names}
-        try:
-            relay = on_ray.start(
-                arguments.name, arguments.trainer, release=arguments.release,
-                weights=arguments.weights, keep=arguments.keep, keep_sync=arguments.keep_sync,
-                address=arguments.ray,
-                **{each: value for each, value in given.items() if value is not None},
-            )  # fmt: skip
-        except ValueError as error:
-            print(f"shmbus relay: {error}", file=sys.stderr)
-            return 2
+        relay = on_ray.start(
+            arguments.name, arguments.trainer, address=arguments.ray,
+            **{each: value for each, value in given.items() if value is not None},
+        )  # fmt: skip
         print(f"relay of bus {name} relays by {len(relay.addresses)} actors:")
         print("\n".join(f"  {address}" for address in relay.addresses))
     return 0

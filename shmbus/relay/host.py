@@ -24,6 +24,7 @@ from shmbus.base.arguments import (
     check_choice,
     check_count,
     check_flag,
+    check_int,
     check_path,
     check_period,
     check_seconds,
@@ -263,7 +264,7 @@ def make_policy(options: dict[str, Any]) -> StashPolicy:
             case "max_policy_lag":
                 given[name] = None if value is None else check_count(name, value, 0)
             case "sample_retries":
-                given[name] = min(check_count(name, value, 0), _MOST_RETRIES)
+                given[name] = min(check_int(name, value, 0), _MOST_RETRIES)
             case "skip_zero_variance":
                 given[name] = check_flag(name, value)
             case _:

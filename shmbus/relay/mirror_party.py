@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -22,7 +23,7 @@ from typing import Any, Final, NamedTuple
 from shmbus import errors
 from shmbus.inspect import leftovers
 from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, VersionLease, VersionWrite, copy_bytes
-from shmbus.pool.pool_file import pool_path, sizes_of
+from shmbus.pool.pool_file import open_pool, pool_path, sizes_of, unlink_pool
 from shmbus.pool.pool_status import ReaderStatus, status_of_pool
 from shmbus.pool.slot_publisher import shortages
 from shmbus.relay.distribution import count_pieces
@@ -172,6 +173,8 @@ _log = logging.getLogger("shmbus.relay")
 
 #: The pool of a bus with weights.
 POOL_KIND: Final = "weights"
+#: In a mirror's rows of its pool.
+_LABEL: Final = "relay's mirror"
 #: Seconds between hellos, between progress reports, and between two looks for a slot.
 _HELLO_S: Final = 1.0
 _PROGRESS_S: Final = 0.05
@@ -431,11 +434,16 @@ class MirrorParty:
             self._leave(remove=True)
         if self._publisher is None:
             _remove_unfinished(self._bus)
-            self._publisher = PoolPublisher(
-                self._bus, POOL_KIND, spec=spec, label="relay's mirror", when_held="grow",
-                timeout=0.0,
-            )  # fmt: skip
-            self._reader = PoolReader(self._bus, POOL_KIND, label="relay's mirror")
+            _remove_outgrown(self._bus, spec)
+            publisher = PoolPublisher(
+                self._bus, POOL_KIND, spec=spec, label=_LABEL, when_held="grow", timeout=0.0
+            )
+            try:
+                self._reader = PoolReader(self._bus, POOL_KIND, label=_LABEL)
+            except BaseException:
+                publisher.close()
+                raise
+            self._publisher = publisher
         self.error = ""
 
     def _finish(self, now_s: float) -> None:
@@ -553,6 +561,21 @@ def _remove_unfinished(bus: str) -> None:
     for found in leftovers.of_bus(bus) if begun else ():
         if found.path == path and leftovers.may_go(found, force=False):
             leftovers.remove(found)
+
+
+def _remove_outgrown(bus: str, spec: PoolSpec) -> None:
+    """Remove a too small pool without a publisher; its readers find the next pool."""
+    try:
+        pool = open_pool(bus, POOL_KIND, wait_s=0.0)
+    except (errors.ShmbusError, OSError):
+        return
+    with contextlib.closing(pool):
+        if not shortages(pool, sizes_of(spec)):
+            return
+        ranks = status_of_pool(bus, POOL_KIND, pool).ranks
+    if not any(each.state == "alive" for each in ranks):
+        with contextlib.suppress(errors.BusNotFoundError):
+            unlink_pool(bus, POOL_KIND)
 
 
 def _spec_of(geometry: PoolGeometry) -> PoolSpec:

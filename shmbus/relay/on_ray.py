@@ -284,7 +284,8 @@ def start(
         [place.address(name) for place in to_places], stash_policy, sorted(mirrors),
     )  # fmt: skip
     plans += mirrored
-    _require_same(name, lead)
+    for plan in (lead, *(plan for _, plan in plans if plan.kind == "sink")):  # a sink keeps
+        _require_same(name, plan)
     for place, plan in plans:
         _start_actor(plan, {place.resource: _A_LITTLE})
     _start_actor(lead, {to_places[0].resource: _A_LITTLE})
@@ -339,6 +340,8 @@ def _connect(address: str | None) -> None:
     try:
         if named != "auto" and "://" not in named:
             host, _, port = named.rpartition(":")
+            if not port.isdecimal():
+                raise ValueError("no HOST:PORT")
             # Ray itself would wait for minutes for a cluster that is not there.
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
             advice = (

@@ -22,6 +22,7 @@ from shmbus.pool import PoolReader, VersionLease
 from shmbus.pool.pool_status import ARRIVED_CODE, RESTARTED_CODE
 from shmbus.relay.distribution import PIECE_BYTES, SILENT_S, Distribution, Hop, count_pieces
 from shmbus.relay.messages import (
+    EngineRow,
     Envelope,
     MirrorState,
     PiecesGone,
@@ -127,17 +128,24 @@ class RemoteRows:
 
     def __init__(self, bus: str) -> None:
         self._bus = bus
-        self._rows: dict[tuple[str, str], PoolReader] = {}
+        #: By mirror, label, and number among the mirror's readers of that label.
+        self._rows: dict[tuple[str, str, int], PoolReader] = {}
+        self._is_full = False
 
     def hear(self, state: MirrorState, pool: str) -> None:
         """Write a mirror's living readers, and leave other mirrors' rows."""
-        living = {row.label: row for row in state.engines if row.alive}
+        living: dict[tuple[str, int], EngineRow] = {}
+        for row in state.engines:
+            if row.alive:
+                living[row.label, sum(label == row.label for label, _ in living)] = row
         self.forget({state.address}, but=living)
-        for label, row in living.items():
+        for (label, number), row in living.items():
             try:
-                reader = self._row(state.address, label)
+                reader = self._row(state.address, label, number)
             except errors.ShmbusError as error:  # no free row, or the pool is being removed
-                _log.warning("relay: %s of %s is not shown: %s", label, state.bus, error)
+                if not self._is_full:
+                    _log.warning("relay: %s of %s is not shown: %s", label, state.bus, error)
+                self._is_full = True
                 return
             ours = state.pool == pool  # otherwise the sequences count in an earlier pool
             reader.pool.applied(row.sequence if ours else 0, row.version or 0)
@@ -147,15 +155,16 @@ class RemoteRows:
                 said = "it has come to its node, and is not loaded"
                 refused = (state.sequence, state.version or 0, ARRIVED_CODE, said)
             reader.pool.refused(*refused)
+        self._is_full = False
 
-    def _row(self, mirror: str, label: str) -> PoolReader:
-        if (mirror, label) not in self._rows:
-            self._rows[mirror, label] = PoolReader(self._bus, POOL_KIND, label=label)
-        return self._rows[mirror, label]
+    def _row(self, mirror: str, label: str, number: int) -> PoolReader:
+        if (mirror, label, number) not in self._rows:
+            self._rows[mirror, label, number] = PoolReader(self._bus, POOL_KIND, label=label)
+        return self._rows[mirror, label, number]
 
-    def forget(self, mirrors: Collection[str], but: Collection[str] = ()) -> None:
+    def forget(self, mirrors: Collection[str], but: Collection[tuple[str, int]] = ()) -> None:
         """Give up the rows of these mirrors' readers."""
-        for key in [key for key in self._rows if key[0] in mirrors and key[1] not in but]:
+        for key in [key for key in self._rows if key[0] in mirrors and key[1:] not in but]:
             self._rows.pop(key).close()
 
 

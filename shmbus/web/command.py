@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 
-from shmbus.cli._options import Commands, bus_name, require_extra, whole
+from shmbus.cli._options import Commands, bus_name, host, require_extra, whole
 
 _EXAMPLES = """\
 examples:
@@ -45,20 +45,13 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--host",
-        type=_host,
+        type=host,
         default="127.0.0.1",
         help="the address to listen at (default 127.0.0.1)",
     )
     # For `shmbus serve --web`: the page ends with the daemon.
     parser.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
-
-
-def _host(text: str) -> str:
-    if not text:
-        # An empty address would mean every address of the machine.
-        raise argparse.ArgumentTypeError("expected an address, such as 127.0.0.1, got nothing")
-    return text
 
 
 def run(arguments: argparse.Namespace) -> int:

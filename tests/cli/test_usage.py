@@ -38,6 +38,48 @@ WRONG: list[tuple[str, tuple[str, ...], str]] = [
     ),
     ("weights", ("--verify", "--resume"), "not allowed with argument"),
     ("status", ("--ray", "run1"), "--ray: expected HOST:PORT"),
+    ("serve", ("--capacity", "1MiB", "--max-producers", "4096"), "at most max_producers=255"),
+    ("serve", ("--max-policy-lag", "9" * 25), "max_policy_lag: expected 0 to 9223372036854775807"),
+    ("serve", ("--sample-retries", "9" * 25), "sample_retries: expected 0 to 9223372036854775807"),
+    ("serve", ("--http", "http://127.0.0.1:0"), HOST_PORT),
+    ("serve", ("--metrics-port", "0", "--metrics-host", ""), "metrics_host: expected"),
+    ("serve", ("--restore", ""), "restore: expected a value"),
+    ("serve", ("--metrics-host", "::1"), "--metrics-host: expected with --metrics-port"),
+    ("serve", ("--http-token-file", "/dev/null"), "--http-token-file: expected with --http"),
+    ("serve", ("--on-overflow", "drop"), "--on-overflow: expected with --max-stash-bytes"),
+    ("gateway", ("--http", "http://127.0.0.1:0"), HOST_PORT),
+    ("gateway", ("--token-file", "", *LISTEN), "--token-file: expected a path"),
+    ("metrics", ("--host", ""), "got nothing"),
+    *(
+        ("proxy", ("--engine", f"http://{engine}"), "expected an address such as http://")
+        for engine in ("h:99999", "h:x", "[::1", "a b:80", "\udcff:80", "h:80/v1?x=1")
+    ),
+    ("proxy", ("--engine", "http://h", "--routed-experts", "0x8"), "expected the layers and"),
+    ("pause", ("--reason", "\udcff"), "expected text in UTF-8"),
+    ("snapshot", ("",), "expected a path, got ''"),
+    ("trace", ("-o", ""), "expected a path, got ''"),
+    ("top", ("--interval", "1e300"), "--interval: expected seconds, 0.1 or more, with an end"),
+    ("events", ("--group", ""), "--group: expected text in UTF-8"),
+    ("events", ("--group", "\udcff"), "--group: expected text in UTF-8"),
+    ("events", ("--group", "g", "--split", ""), "--split: expected text in UTF-8"),
+    ("events", ("--group", "g", "--round", "-5"), "--round: expected 0 to"),
+    ("events", ("--group", "g", "--round", "9" * 25), "--round: expected 0 to"),
+    ("events", ("--group", "g", "--follow"), "--follow: expected without --group"),
+    ("events", ("--group", "g", "--limit", "3"), "--limit: expected without --group"),
+    ("events", ("--round", "0"), "--round: expected with --group"),
+    ("events", ("--split", "eval"), "--split: expected with --group"),
+    ("weights", ("--share", "0.5"), "--share: expected with --verify"),
+    ("weights", ("--verify", "--kind", "x"), "--kind: expected without --verify"),
+    ("weights", ("--resume", "--json"), "--json: expected without --resume"),
+    *(
+        ("relay", (action, *option), f"{option[0]}: expected with --trainer")
+        for action in ("--status", "--stop")
+        for option in (("--weights",), ("--release", "put"), ("--max-policy-lag", "0"))
+    ),
+    ("relay", ("--stop", "--json"), "--json: expected with --status"),
+    ("relay", ("--forget", ""), "--forget: expected text in UTF-8"),
+    ("relay", ("--trainer", "t", "--keep-sync", "0"), "--keep-sync: expected with --keep"),
+    ("relay", ("--trainer", "t", "--ray", ""), "--ray: expected text in UTF-8"),
     ("weights", ("--resume", "--server", "http://[::1]:80"), "--server: expected with --verify"),
     *(
         ("weights", ("--kind", kind), "expected a kind of lower-case letters")
@@ -68,6 +110,11 @@ def test_a_wrong_option_is_a_usage_error_before_anything_is_made(
         (("demo", "--group-size", "1"), {}, "expected 2 or more, got 1"),
         (("demo", "--turns"), {}, "--turns needs --engine vllm and --model FOLDER"),
         (("demo", "--workers", "x"), {}, "expected 1 or more, got x"),
+        (("demo", "--workers", "9" * 20), {}, "--workers: expected at most 1000"),
+        (("demo", "--seed", "-1"), {}, "--seed: expected 0 or more"),
+        (("demo", "--seed", "9" * 20), {}, "--seed: expected at most"),
+        (("demo", "--output", ""), {}, "--output: expected a folder"),
+        (("colocate", "--stop", "--train", "0.5"), {}, "--train: expected without --stop"),
     ],
 )
 def test_a_wrong_word_is_refused(line: tuple[str, ...], env: dict[str, str], said: str) -> None:
@@ -118,6 +165,8 @@ def test_a_port_in_use_leaves_no_bus_behind(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         line = (command, bus_name, create, "64KiB", option, f"{host}{taken.getsockname()[1]}")
+        if host:  # a name that cannot be encoded for a look-up
+            assert "cannot listen at xxxx" in cli(*line[:-1], f"{'x' * 70}:0").err
         ended = cli(*line)
         assert (ended.status, "choose another" in ended.err) == (1, True)
         assert segments_named(bus_name) == []
@@ -135,6 +184,7 @@ def test_a_token_that_no_client_can_send_is_refused(bus_name: str, tmp_path: Pat
             ended = cli(*listen, "--token-file", str(file))
             assert ended.status == 1
             assert "expected a token of ASCII letters" in ended.err
+        assert "--token-file: cannot read" in cli(*listen, "--token-file", str(tmp_path)).err
         ended = cli(*listen, env={"SHMBUS_GATEWAY_TOKEN": " "})
         assert ended.status == 1
         assert "SHMBUS_GATEWAY_TOKEN: expected a token" in ended.err

@@ -125,6 +125,9 @@ def test_the_command_says_the_same(bus_name: str, daemon: Start) -> None:
         assert "q  acknowledged by" in cli("events", bus_name).out
         told = cli("events", bus_name, "--group", "q", "--json").json()
         assert (told["state"], told["source"]) == ("gone", "daemon")
+        # A split that the bus does not have ends no daemon.
+        for split in ("eval", "eval"):
+            assert read_group(bus_name, "q", split=split).source == "daemon"
     assert usage("events", bus_name, "--limit", "0").status == 2
 
 

@@ -1,5 +1,6 @@
 """Weights on every node: a mirror's view for readers, its refusals, and its return."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from conftest import wait_until
 from relay.local import LocalMailbox, LocalRelay
 from relay.mirrors import SOURCE, Trainer, checked, mirrors, remove, version_of
 
-from shmbus.pool import PoolPublisher, PoolReader, PoolSpec
+from shmbus.pool import PoolPublisher, PoolReader, PoolSpec, read_pool
 from shmbus.pool.pool_file import pool_path
 from shmbus.relay.command import show_weights
 from shmbus.relay.messages import Message, VersionOffer, VersionPiece
@@ -230,6 +231,55 @@ def test_a_node_with_too_little_memory_says_so_and_gets_the_version_once_there_i
             trainer.publish(1)
             wait_until(lambda: "do not fit" in error_of(relay, nodes[0]))
         have(nodes[:1], 1)
+
+
+def test_a_mirror_begins_once_a_readers_row_is_free(trainer: Trainer, nodes: list[str]) -> None:
+    spec = PoolSpec(slot_bytes=SIZE, patch_bytes=SIZE // 4)
+    PoolPublisher(nodes[0], POOL_KIND, spec=spec, label="before").close()
+    with contextlib.ExitStack() as stack:
+        for _ in range(_core.POOL_MAX_READERS):
+            reader = stack.enter_context(PoolReader(nodes[0], POOL_KIND))
+        with mirrors(trainer.bus, nodes[:1]) as relay:
+            trainer.publish(1)
+            wait_until(lambda: "rows of readers are taken" in error_of(relay, nodes[0]))
+            reader.close()
+            have(nodes[:1], 1)
+            trainer.publish(2)
+            have(nodes[:1], 2)
+
+
+def test_readers_of_one_label_have_a_row_each(trainer: Trainer, nodes: list[str]) -> None:
+    with mirrors(trainer.bus, nodes[:1]):
+        trainer.publish(1)
+        have(nodes[:1], 1)
+        with (
+            PoolReader(nodes[0], POOL_KIND, label="worker.py") as late,
+            PoolReader(nodes[0], POOL_KIND, label="worker.py") as fast,
+        ):
+            for version, readers in ((1, (late, fast)), (2, (fast,))):
+                have(nodes[:1], version)
+                for reader in readers:
+                    with reader.latest(timeout=1) as lease:
+                        reader.applied(lease)
+                trainer.publish(version + 1)
+            wait_until(lambda: versions_of(trainer.bus, "worker.py") == [1, 2])
+
+
+def versions_of(bus: str, label: str) -> list[int | None]:
+    rows = read_pool(bus, POOL_KIND).readers
+    return [each.applied_version for each in rows if each.label == label and each.state == "alive"]
+
+
+def test_an_earlier_mirrors_small_pool_is_replaced_under_its_readers(
+    trainer: Trainer, nodes: list[str]
+) -> None:
+    spec = PoolSpec(slot_bytes=SIZE)  # without patches
+    PoolPublisher(nodes[0], POOL_KIND, spec=spec, label="before").close()
+    with PoolReader(nodes[0], POOL_KIND, label="engine") as engine:
+        with mirrors(trainer.bus, nodes[:1]):
+            trainer.publish(1)
+            have(nodes[:1], 1)
+        assert engine.is_removed()
 
 
 def test_a_version_in_a_devices_memory_is_refused_by_name(trainer: Trainer, bus_name: str) -> None:

@@ -70,3 +70,14 @@ def test_an_unshown_bus_is_told(web: Start, bus_name: str, browser: Browser) -> 
         page.get_by_role("link", name="all buses").click()
         wait_for(page, lambda: page.locator("table").count(), "the overview")
         context.close()
+
+
+def test_the_longest_names_fit_on_320_pixels(web: Start, bus_name: str, open_page: Open) -> None:
+    name = f"{bus_name}-{'x' * 160}"
+    with Bus.create(name, "1MiB"), Producer(name) as producer:
+        producer.put("y" * 250, group_size=2, index=0, score=1.0, tokens=[1])
+        page = open_page(web(name), width=320)
+        page.locator(".wall button").click()
+        wait_for(page, lambda: page.locator("#history table").count(), "the history")
+        assert page.evaluate(FITS)
+        assert page.eval_on_selector_all("#history p", WIDER) == []

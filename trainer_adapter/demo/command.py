@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_MOST = (1 << 63) - 1
+
 
 def add_parser(commands: Commands) -> None:
     """Add the command to the parser of the command line."""
@@ -29,18 +31,18 @@ def add_parser(commands: Commands) -> None:
         "  shmbus demo --seed 3 --output /tmp/run3\n"
         "  shmbus demo --engine vllm --model FOLDER  # resumes after a kill",
     )
-    for option, least, default, help in (
-        ("--workers", 1, 4, "rollout processes"),
-        ("--group-size", 2, 8, "completions a prompt"),
-        ("--steps", 1, None, "optimizer steps"),
+    for option, bounds, default, help in (
+        ("--workers", (1, 1000), 4, "rollout processes"),
+        ("--group-size", (2, 1024), 8, "completions a prompt"),
+        ("--steps", (1, _MOST), None, "optimizer steps"),
+        ("--seed", (0, _MOST), 0, "of weights and prompts"),
     ):
         parser.add_argument(
             option,
-            type=_from(least),
+            type=_from(*bounds),
             default=default,
             help=help if default is None else f"{help} (default {default})",
         )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default 0)")
     parser.add_argument(
         "--chaos", action="store_true", help="kill and restart a random worker every few seconds"
     )
@@ -57,10 +59,12 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _from(least: int) -> Callable[[str], int]:
+def _from(least: int, most: int) -> Callable[[str], int]:
     def take(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
+        if int(text) > most:
+            raise argparse.ArgumentTypeError(f"expected at most {most}, got {text}")
         return int(text)
 
     return take
@@ -69,11 +73,11 @@ def _from(least: int) -> Callable[[str], int]:
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return 1 with a hint for missing packages, 2 for options that do not fit."""
     if bool(arguments.engine) != bool(arguments.model) or (arguments.engine and arguments.chaos):
-        print("shmbus demo: expected --engine vllm and --model FOLDER, no --chaos", file=sys.stderr)
-        return 2
+        raise ValueError("expected --engine vllm and --model FOLDER, no --chaos")
     if arguments.turns and not arguments.engine:
-        print("shmbus demo: --turns needs --engine vllm and --model FOLDER", file=sys.stderr)
-        return 2
+        raise ValueError("--turns needs --engine vllm and --model FOLDER")
+    if not arguments.output:
+        raise ValueError("--output: expected a folder, got ''; '.' is the working directory")
     needed = ["torch", "matplotlib"]
     install = "pip install 'shmbus[demo]'"
     if arguments.engine:

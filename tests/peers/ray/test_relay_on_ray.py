@@ -330,6 +330,8 @@ def test_a_second_start_returns_or_refuses_a_relay(cluster: Any, buses: dict[str
         assert shmbus.relay.start(left, [trainer]).addresses == relay.addresses
         with pytest.raises(shmbus.BusBusyError, match="runs already, with different"):
             shmbus.relay.start(left, [trainer], release="put")
+        with pytest.raises(shmbus.BusBusyError, match="runs already, with different"):
+            shmbus.relay.start(left, [trainer], keep="/tmp")
     finally:
         relay.stop()
     wait_until(lambda: all("error" in each for each in relay.describe()), "all to end")
