@@ -462,9 +462,11 @@ def feeder(bus: Bus) -> Iterator[Feeder]:
 
 
 @contextlib.contextmanager
-def ends_of(bus: Bus, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
-    """Producer and consumer of a bus, ended with the block; `options` are the consumer's."""
-    with bus, Producer(bus.name) as producer, Consumer(bus.name, **options) as consumer:
+def ends_of(bus: Bus | str, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
+    """Both ends of a bus, or of its name, ended with the block; `options` are the consumer's."""
+    name = bus if isinstance(bus, str) else bus.name
+    handle = contextlib.nullcontext() if isinstance(bus, str) else bus
+    with handle, Producer(name) as producer, Consumer(name, **options) as consumer:
         yield producer, consumer
 
 
@@ -499,6 +501,16 @@ def take_groups(consumer: Consumer, count: int = 1, **options: Any) -> list[Grou
 
     wait_until(have_come, what=f"{count} groups")
     return groups
+
+
+def work_until(consumer: Consumer, condition: Callable[[], object]) -> None:
+    """Let the consumer work, which has no group to take, until the condition holds."""
+
+    def holds() -> object:
+        assert consumer.take(timeout=0.02) == []
+        return condition()
+
+    wait_until(holds)
 
 
 def keys_of(batch: Any) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Child, Spawner, wait_until
+from conftest import Child, Spawner, ends_of, wait_until
 
 import shmbus
 
@@ -97,10 +97,8 @@ def test_cycles_of_everything_leave_nothing_behind(
 def test_an_open_reservation_delays_nobody_and_can_still_commit(bus_name: str) -> None:
     capacity = 8 << 20
     with (
-        shmbus.Bus.create(bus_name, capacity),
-        shmbus.Producer(bus_name) as slow,
+        ends_of(shmbus.Bus.create(bus_name, capacity)) as (slow, consumer),
         shmbus.Producer(bus_name) as fast,
-        shmbus.Consumer(bus_name) as consumer,
     ):
         slot = slow.reserve("held", group_size=1, index=0, fields={"data": ("uint8", 50_000)})
         slot["data"][:] = 42

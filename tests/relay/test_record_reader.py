@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import Spawner
+from conftest import Spawner, ends_of
 from operators import cli
 from relay.heads import export, make_origin
 
@@ -81,10 +81,8 @@ def test_records_go_from_bus_to_bus_in_groups_and_blocks(bus: str) -> None:
     put(bus, 400, size=900)
     room = bytearray(1 << 20)
     with (
-        shmbus.Bus.create(bus + ".to", "2MiB"),
+        ends_of(shmbus.Bus.create(bus + ".to", "2MiB")) as (sink, consumer),
         RecordReader(bus) as reader,
-        shmbus.Producer(bus + ".to") as sink,
-        shmbus.Consumer(bus + ".to") as consumer,
     ):
         taken = 0
         while polled := reader.poll(100)[0]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, client_of
+from conftest import Daemon, Spawner, client_of, ends_of
 
 from shmbus import Bus, BusBusyError, BusFullError, Consumer, Producer, unlink
 from shmbus.base.ledger import SplitCounts
@@ -116,11 +116,8 @@ def test_each_split_has_its_own_counters(bus: Bus, producer: Producer) -> None:
 
 
 def test_a_split_that_nobody_takes_is_named_by_status_and_by_a_full_bus(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096),
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    bus = Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096)
+    with ends_of(bus) as (producer, consumer):
         put(producer, "t")
         with pytest.raises(BusFullError) as caught:
             for number in range(1000):
