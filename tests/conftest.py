@@ -318,12 +318,20 @@ class Spawner:
         self._children: list[Child] = []
 
     def script(
-        self, text: str, *args: object, env: dict[str, str] | None = None, fresh: bool = False
+        self,
+        text: str,
+        *args: object,
+        env: dict[str, str] | None = None,
+        fresh: bool = False,
+        until: str = "",
     ) -> Child:
-        """Start `text` as a program, with `args` in its `sys.argv[1:]`."""
+        """Start `text` with `args` in its `sys.argv[1:]`, and wait until it prints `until`."""
         path = self._directory / f"child-{len(self._children)}.py"
         path.write_text(text)
-        return self._start([str(path)], text, args, env, fresh)
+        child = self._start([str(path)], text, args, env, fresh)
+        if until:
+            child.expect(until)
+        return child
 
     def file(self, path: Path, *args: object, env: dict[str, str] | None = None) -> Child:
         return self._start([str(path)], path.read_text(), args, env, fresh=False)

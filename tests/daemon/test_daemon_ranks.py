@@ -256,8 +256,7 @@ def test_a_rank_that_comes_late_after_a_restart_has_what_was_kept_for_it(
     daemon: Served, bus_name: str, spawn: Spawner
 ) -> None:
     served = daemon("--capacity", "8MiB")
-    slow = spawn.script(SLOW_RANK, bus_name)
-    slow.expect("here")
+    slow = spawn.script(SLOW_RANK, bus_name, until="here")
     slow.send_signal(signal.SIGSTOP)
     put(bus_name, range(3))
     with Consumer(bus_name, rank=1, world_size=2) as one:

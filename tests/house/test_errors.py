@@ -499,8 +499,8 @@ def test_a_dead_consumer_is_not_said_to_hold_anything(ends: Ends, spawn: Spawner
         "print('took', flush=True)\n"
         "time.sleep(600)\n",
         ends.bus.name,
+        until="took",
     )
-    child.expect("took")
     assert f"pid {child.pid}" in full_message(ends.producer)
     child.kill()
     message = full_message(ends.producer)

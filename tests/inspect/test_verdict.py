@@ -46,8 +46,7 @@ def test_a_bus_in_order_has_no_finding(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name) as taker:
         for index in range(2):
             producer.put("q", group_size=2, index=index, score=1.0, tokens=[1])
-        for taken in taker.take(timeout=5.0):
-            taken.ack()
+        taker.ack(taker.take(timeout=5.0))
         verdict = said(bus_name)
         assert (verdict.level, verdict.findings) == ("good", [])
         assert "1 producer" in verdict.sentence

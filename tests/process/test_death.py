@@ -121,8 +121,7 @@ def test_an_open_reservation_delays_nobody_and_can_still_commit(bus_name: str) -
 def test_a_pid_used_again_proves_nothing(bus_name: str, spawn: Spawner) -> None:
     """Life is told by a lock that the kernel drops, and not by a number in the segment."""
     with shmbus.Bus.create(bus_name, "1MiB") as bus, shmbus.Consumer(bus_name) as consumer:
-        child = spawn.script(WRITER, bus_name, 100)
-        child.expect("ready")
+        child = spawn.script(WRITER, bus_name, 100, until="ready")
         consumer.ack(consumer.take(timeout=5))
         path = Path("/dev/shm") / f"shmbus.{bus_name}"
         assert bus.stats().producers[0].pid == child.pid

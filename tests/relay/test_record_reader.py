@@ -158,8 +158,7 @@ with RecordReader(sys.argv[1]) as reader:
 
 def test_a_killed_reader_leaves_its_records_to_the_next(bus: str, spawn: Spawner) -> None:
     put(bus, 10)
-    child = spawn.script(READ_AND_DIE, bus)
-    child.expect("ready")
+    child = spawn.script(READ_AND_DIE, bus, until="ready")
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     with RecordReader(bus) as reader:

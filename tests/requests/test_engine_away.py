@@ -125,8 +125,7 @@ def test_what_is_given_back_uses_up_nothing_and_is_no_hot_loop(
     engine = tmp_path / "engine"
     offer(bus.name)
     with Consumer(bus.name, retry_backoff=(0.1, 1.0)) as mine:
-        worker = spawn.script(WORKER, bus.name, engine, "release")
-        worker.expect("ready")
+        worker = spawn.script(WORKER, bus.name, engine, "release", until="ready")
         for _ in range(30):
             assert mine.take(timeout=0.05) == []
         engine.touch()

@@ -91,8 +91,7 @@ def test_many_workers_that_share_large_groups_get_through_a_bound_of_one(
 
 
 def test_the_claim_of_a_worker_that_died_is_free_again(one: Bus, spawn: Spawner) -> None:
-    holder = spawn.script(HOLDER, one.name)
-    holder.expect("holds")
+    holder = spawn.script(HOLDER, one.name, until="holds")
     with Producer(one.name) as producer, Consumer(one.name) as consumer:
         with pytest.raises(shmbus.BusFullError):
             put(producer, "b", 0)
@@ -110,8 +109,7 @@ def test_the_claim_of_a_worker_that_died_is_free_again(one: Bus, spawn: Spawner)
 def test_a_claim_without_any_sample_is_free_after_its_owners_death(
     one: Bus, spawn: Spawner
 ) -> None:
-    holder = spawn.script(HOLDER, one.name)
-    holder.expect("holds")
+    holder = spawn.script(HOLDER, one.name, until="holds")
     holder.kill()
     with Producer(one.name) as producer, Consumer(one.name) as consumer:
         work_until(consumer, lambda: held(one) == 0)
@@ -254,22 +252,19 @@ def test_surplus_samples_hold_no_place(one: Bus) -> None:
 def test_no_place_is_lost_by_deaths_of_the_consumer(one: Bus, spawn: Spawner) -> None:
     workers = [spawn.script(WORKER, one.name, index, 2, 60) for index in range(2)]
     for _ in range(4):
-        trainer = spawn.script(TRAINER, one.name)
-        trainer.expect("reads")
+        trainer = spawn.script(TRAINER, one.name, until="reads")
         time.sleep(0.05)
         trainer.kill()
     with Consumer(one.name) as consumer:
 
         def all_done() -> bool:
-            for group in consumer.take(16, timeout=0.05):
-                group.ack()
+            consumer.ack(consumer.take(16, timeout=0.05))
             return not any(worker.running for worker in workers)
 
         wait_until(all_done, 60)
         for worker in workers:
             worker.finish()
-        for group in consumer.take(16, timeout=0.2):
-            group.ack()
+        consumer.ack(consumer.take(16, timeout=0.2))
         assert held(one) == 0
         assert consumer.stats().acknowledged >= 120
 

@@ -183,8 +183,7 @@ def test_what_a_dead_worker_had_in_hand_is_given_to_others_without_a_consumer(
     bus: Bus, producer: Producer, feeder: Feeder, spawn: Spawner
 ) -> None:
     feeder.request("q", group_size=4)
-    taker = spawn.script(TAKER, bus.name, 3)
-    taker.expect("all")
+    taker = spawn.script(TAKER, bus.name, 3, until="all")
     assert next_request(producer).index == 3
     assert producer.requests.next(0.05) is None
     taker.kill()
@@ -197,8 +196,7 @@ def test_a_stopped_worker_keeps_what_it_has(
     bus: Bus, producer: Producer, feeder: Feeder, spawn: Spawner
 ) -> None:
     feeder.request("q", group_size=1)
-    taker = spawn.script(TAKER, bus.name, 1)
-    taker.expect("all")
+    taker = spawn.script(TAKER, bus.name, 1, until="all")
     taker.send_signal(signal.SIGSTOP)
     with Consumer(bus.name) as consumer:
         assert producer.requests.next(1.2) is None
@@ -254,8 +252,7 @@ def test_a_collector_learns_of_every_request_that_is_offered_while_it_looks(
     # rows opened meanwhile, the older may lie behind the look and the newer before.
     with Bus.create(bus_name, "4MiB", request_capacity="256KiB") as bus:
         requests = Requests(bus._segment)
-        feeder = spawn.script(FEEDER, bus_name, 0, 20_000, 1, 10)
-        feeder.expect("feeds")
+        feeder = spawn.script(FEEDER, bus_name, 0, 20_000, 1, 10, until="feeds")
         ended, moved = 0, time.monotonic()
         while ended < 20_000 and time.monotonic() < moved + 15:
             requests._learn()

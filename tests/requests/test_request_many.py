@@ -97,8 +97,7 @@ def test_a_loop_takes_several_and_answers_them(bus: Bus, feeder: Feeder) -> None
         assert asyncio.run(work(producer)) == 12
         groups = consumer.take(10, timeout=10)
         assert sorted(group.instance_id for group in groups) == ["0", "1", "2", "4", "5"]
-        for group in groups:
-            group.ack()
+        consumer.ack(groups)
         work_until(consumer, lambda: totals(bus)[5] == 0)
         assert consumer.stats().dropped == {"failed": 2}
 
@@ -115,8 +114,7 @@ def test_a_full_lane_says_how_many_were_offered_and_the_others_follow(bus_name: 
         def drain() -> None:
             for request in producer.requests.next_many(80, timeout=0):
                 producer.requests.answer(request, x=X)
-            for group in consumer.take(80, timeout=0.01):
-                group.ack()
+            consumer.ack(consumer.take(80, timeout=0.01))
 
         rest = wanted[accepted:]
         while rest:

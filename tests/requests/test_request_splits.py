@@ -71,8 +71,7 @@ def test_the_places_of_open_groups_of_each_split_outlive_a_check(two: Bus, spawn
         put(producer, 0)
         put(producer, 0, "eval")
         put(producer, 1, "eval")
-        trainer = spawn.script(TRAINER, two.name, "eval")
-        trainer.expect("acknowledged")
+        trainer = spawn.script(TRAINER, two.name, "eval", until="acknowledged")
         trainer.kill()
         with Consumer(two.name) as consumer:  # checks the dead consumer's remains
             work_until(consumer, lambda: held(two) == 1)
@@ -146,8 +145,7 @@ def test_a_request_of_a_split_is_closed_by_the_next_collector(
         evaluation, training = take_all(producer)
         assert producer.requests.answer(training, x=X)
         assert producer.requests.answer(evaluation, x=X)
-        trainer = spawn.script(TRAINER, bus.name, "eval")
-        trainer.expect("acknowledged")
+        trainer = spawn.script(TRAINER, bus.name, "eval", until="acknowledged")
         trainer.kill()
         with Consumer(bus.name) as consumer:
             (group,) = consumer.take(timeout=30)

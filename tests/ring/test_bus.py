@@ -161,8 +161,7 @@ def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
     assert len(ids) == 24
     del producers[:20]
     producers.pop().close()
-    child = spawn.script(ATTACHES, bus.name)
-    child.expect("attached")
+    child = spawn.script(ATTACHES, bus.name, until="attached")
     with pytest.raises(shmbus.BusBusyError):
         Producer(bus.name)
     child.kill()
@@ -618,8 +617,7 @@ def test_a_segment_of_another_layout_is_told_with_who_has_it_and_what_to_do(
         file.seek(at)
         file.write(value)
     assert_refused(bus_name, rf"no process that .* has it open.* `shmbus snapshot {bus_name} DIR`")
-    holder = spawn.script(HOLDER, path)
-    holder.expect("ready")
+    holder = spawn.script(HOLDER, path, until="ready")
     version = re.escape(shmbus.__version__)
     assert_refused(bus_name, rf"pid {holder.pid} \(shmbus {version}\) has it open: use that shmbus")
 

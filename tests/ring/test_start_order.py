@@ -86,8 +86,8 @@ def test_a_wait_goes_on_past_what_a_dead_creator_left(bus_name: str, spawn: Spaw
         "import sys, shmbus\nprint('waits', flush=True)\n"
         "shmbus.Producer(sys.argv[1], wait=60).close()\n",
         bus_name,
+        until="waits",
     )
-    child.expect("waits")
     Bus.ensure(bus_name, "1MiB").close()
     child.finish()
     path_of(bus_name).unlink()

@@ -171,8 +171,7 @@ def test_threads_go_on_together_through_many_successors(bus_name: str) -> None:
         with Consumer(bus_name, daemon=False) as consumer:
             over.set()
             while any(thread.is_alive() for thread in threads):
-                for group in consumer.take(64, timeout=0.05):
-                    group.ack()
+                consumer.ack(consumer.take(64, timeout=0.05))
             assert consumer.stats().balanced
             assert not consumer.stats().dropped
     finally:

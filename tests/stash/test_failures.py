@@ -241,8 +241,7 @@ def test_a_new_collector_finds_what_failed_and_who_has_taken_what(
         taker = Producer(bus_name, label="taker")
         assert wait_until(lambda: taker.requests.retries(limit=1))[0].instance_id == "a"
         # The other's taker dies, without a trace in the ring.
-        doomed = spawn.script(TAKER, bus_name)
-        doomed.expect("took b/2/1")
+        doomed = spawn.script(TAKER, bus_name, until="took b/2/1")
         doomed.kill()
         wait_until(lambda: [w.attempt for w in read_status(bus_name).wanted] == [1, 2])
         old.kill()

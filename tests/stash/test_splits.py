@@ -29,8 +29,7 @@ def put(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
 
 def taken(consumer: Consumer, **more: Any) -> list[tuple[str, str]]:
     groups = consumer.take(64, timeout=0.05, **more)
-    for group in groups:
-        group.ack()
+    consumer.ack(groups)
     return [(group.split, group.instance_id) for group in groups]
 
 
@@ -191,8 +190,7 @@ def test_what_a_dead_collector_held_of_a_split_is_delivered_again(
 ) -> None:
     for key in "abc":
         put(producer, key, split="eval")
-    child = spawn.script(KILLED, bus.name)
-    child.expect("ready")
+    child = spawn.script(KILLED, bus.name, until="ready")
     child.send_signal(signal.SIGKILL)
     child.wait()
     with Consumer(bus.name) as consumer:

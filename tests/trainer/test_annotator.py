@@ -359,8 +359,7 @@ def test_a_stopped_annotators_group_is_reassigned(bus: Bus, spawn: Spawner, tmp_
     ):
         with pytest.raises(TimeoutError):
             handler.next_batch(0)
-        stopped = spawn.script(STOPPED, bus.name, tmp_path / "writes")
-        stopped.expect("took")
+        stopped = spawn.script(STOPPED, bus.name, tmp_path / "writes", until="took")
         stopped.send_signal(signal.SIGSTOP)
         (tmp_path / "writes").touch()
         with Annotator(bus.name, REFERENCE) as other:

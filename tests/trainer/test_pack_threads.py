@@ -241,8 +241,7 @@ handler.close()
 
 
 def test_ctrl_c_meets_the_packing_thread(bus: Bus, producer: Producer, spawn: Spawner) -> None:
-    child = spawn.script(INTERRUPTED, bus.name)
-    child.expect("waiting")
+    child = spawn.script(INTERRUPTED, bus.name, until="waiting")
     tokens = np.arange(20_000, dtype=np.int32)
     for number in range(100):
         for index in range(2):

@@ -298,8 +298,7 @@ handler.close()
 
 
 def test_ctrl_c_interrupts_a_wait(bus: Bus, producer: Producer, spawn: Spawner) -> None:
-    child = spawn.script(INTERRUPTED, bus.name)
-    child.expect("waiting")
+    child = spawn.script(INTERRUPTED, bus.name, until="waiting")
     put(producer, "k0")
     put(producer, "k1")
     child.expect("first")

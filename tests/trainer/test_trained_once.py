@@ -157,8 +157,7 @@ def test_a_new_daemon_waits_for_every_rank(spawn: Spawner, daemon: Served, bus_n
     served = daemon("--capacity", "4MiB")
     put_groups(bus_name, range(2))
     with OnlineDataHandler(bus_name, groups_per_batch=1, rank=0, world_size=2) as zero:
-        one = spawn.script(RANK_1, bus_name)
-        one.expect("has its batch")
+        one = spawn.script(RANK_1, bus_name, until="has its batch")
         zero.ack(zero.next_batch(20))
         wait_until(lambda: names_of(zero) == 2)  # holds nothing that needs a claim
         one.send_signal(signal.SIGSTOP)
@@ -273,8 +272,7 @@ def test_a_leased_group_comes_again_with_the_same_members(
     with Producer(bus_name) as early, Producer(bus_name) as late:
         for index in (1, 2):
             put(late, "q", index, group_size=4, round=round, **options)
-        child = spawn.script(HOLDER, bus_name, on_timeout)
-        child.expect("1,2")
+        child = spawn.script(HOLDER, bus_name, on_timeout, until="1,2")
         for index in (0, 3):
             put(early, "q", index, group_size=4, round=round, **options)
         if dies == "consumer":

@@ -237,8 +237,7 @@ def test_a_reader_that_does_not_see_the_device_says_so_and_reads_through_the_hos
 def test_a_pool_grows_by_a_buffer(bus_name: str, publishers: MakePublisher, spawn: Spawner) -> None:
     publisher = publishers(torch.nn.Linear(40, 40), when_held="grow", max_slots=3, timeout=0.2)
     publisher.publish(version=1)
-    child = spawn.script(HOLDER, bus_name, "cpu")
-    child.expect("holds 1")
+    child = spawn.script(HOLDER, bus_name, "cpu", until="holds 1")
     for version in range(2, 5):
         publisher.publish(version=version)
     assert len(buffers_of(publisher)._arena._buffers) == 3

@@ -344,8 +344,8 @@ def test_rows_tell_readers_versions(bus_name: str, by_each: MakePublisher, spawn
         "    weights.load_into({name: torch.empty_like(weights[name]) for name in weights})\n"
         "print('loaded', flush=True)\ntime.sleep(600)",
         bus_name,
+        until="loaded",
     )
-    child.expect("loaded")
     (row,) = read_pool(bus_name, "weights").readers
     assert (row.label, row.applied_version, row.holds) == ("vllm-0", 5, [])
     child.kill()
