@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -541,6 +541,15 @@ def together(work: Callable[..., object], calls: Iterable[Any]) -> None:
     with ThreadPoolExecutor(len(values)) as pool:
         for call in [pool.submit(work, value) for value in values]:
             call.result()
+
+
+@contextlib.contextmanager
+def beside(work: Callable[..., Value], *given: Any, **named: Any) -> Iterator[Future[Value]]:
+    """Call a function in a thread beside the block, and wait for the call's end behind it."""
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(work, *given, **named)
+        yield call
+        call.result()
 
 
 @pytest.fixture

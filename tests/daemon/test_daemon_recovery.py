@@ -1,14 +1,13 @@
 """Leases of a stopped trainer over a restart of the daemon: no other client gets its groups."""
 
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Child, Daemon, Spawner, client_of, wait_until
+from conftest import Child, Daemon, Spawner, beside, client_of, wait_until
 
 from shmbus import Consumer, Group, Producer
 from shmbus.base import limits
@@ -207,10 +206,8 @@ def test_what_is_acknowledged_while_no_daemon_is_there_is_told_by_close(
     group = take_one(consumer)
     served.kill()
     group.ack()
-    closing = threading.Thread(target=consumer.close)
-    closing.start()
-    served.start()
-    closing.join()
+    with beside(consumer.close):
+        served.start()
     with Consumer(bus_name) as successor:
         wait_until(lambda: successor.stats().acknowledged + successor.stats().groups_ready)
         assert successor.take(timeout=0) == [] and successor.stats().acknowledged == 4

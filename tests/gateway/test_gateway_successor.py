@@ -2,14 +2,13 @@
 
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import beside, wait_until
 from gateways import REGISTRATION, Gateway
 from http_answers import Answer
 from http_requests import request_bytes, reset
@@ -107,10 +106,8 @@ def test_a_retry_that_comes_while_a_successor_takes_over_comes_once(gateway_of: 
     gateway.register(batch_size=2)
     restart(gateway, KILL_BEFORE_THE_NOTE)
     post_and_lose(gateway, "/scored_data", numbered(0))
-    starting = threading.Thread(target=gateway.start, args=(ATTACH_SLOWLY,))
-    starting.start()
-    assert until_answered(lambda: gateway.post("/scored_data", numbered(0))).status == 200
-    starting.join()
+    with beside(gateway.start, ATTACH_SLOWLY):
+        assert until_answered(lambda: gateway.post("/scored_data", numbered(0))).status == 200
     assert all_batches(gateway) == [0]
 
 

@@ -2,14 +2,14 @@
 
 import contextlib
 import os
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Spawner
+from conftest import Spawner, beside, wait_until
 from weight_models import many
 
 from shmbus import BusRemovedError, VersionUnknownError, WaitTimeoutError
@@ -106,21 +106,15 @@ def test_a_reader_follows_where_training_went_back(bus_name: str, carrier: str, 
 @pytest.mark.parametrize("version", [5, 9])
 def test_a_waiting_reader_gets_a_new_lifes_first_version(bus_name: str, version: int) -> None:
     trainer = Trainer(bus_name)
-    got: list[int] = []
     with trainer.publisher, WeightSubscriber(bus_name) as subscriber:
         trainer.publish(9, 1)
         # It knows 9 from elsewhere: this subscriber received nothing yet.
-        waits = threading.Thread(
-            target=lambda: got.append(subscriber.wait(newer_than=9, timeout=30))
-        )
-        waits.start()
-        while not read_pool(bus_name, "weights").readers:
-            threading.Event().wait(0.01)
-        threading.Event().wait(0.1)
-        trainer.publisher.new_life()
-        trainer.publish(version, 2)
-        waits.join()
-    assert got == [version]
+        with beside(subscriber.wait, newer_than=9, timeout=30) as got:
+            wait_until(lambda: read_pool(bus_name, "weights").readers)
+            time.sleep(0.1)
+            trainer.publisher.new_life()
+            trainer.publish(version, 2)
+    assert got.result() == version
 
 
 DIES = """
