@@ -406,20 +406,25 @@ def daemon(spawn: Spawner, bus_name: str) -> Callable[..., Daemon]:
     return start
 
 
+def _servers(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Start servers; a logged traceback fails the test."""
+    made: list[Any] = []
+
+    def start(*given: object, **named: str) -> Any:
+        made.append(make(*given, **named))
+        return made[-1]
+
+    yield start
+    for each in made:
+        assert "Traceback" not in each.child.output(), each.child.output()
+
+
 @pytest.fixture
 def gateway_of(spawn: Spawner, bus_name: str) -> Iterator[Callable[..., Any]]:
     """Start a gateway: `gateway_of("--create", "1MiB")`; it is killed after the test."""
     from gateways import Gateway
 
-    made: list[Any] = []
-
-    def start(*options: object, name: str = bus_name) -> Any:
-        made.append(Gateway(spawn, name, options))
-        return made[-1]
-
-    yield start
-    for gateway in made:
-        assert "Traceback" not in gateway.child.output(), gateway.child.output()
+    yield from _servers(lambda *options, name=bus_name: Gateway(spawn, name, options))
 
 
 @pytest.fixture
@@ -429,18 +434,10 @@ def gateway(gateway_of: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def web(spawn: Spawner) -> Iterator[Callable[..., Any]]:
-    """Start the server of the page: `web(bus_name)`; a logged traceback fails the test."""
+    """Start the server of the page: `web(bus_name)`; it is killed after the test."""
     from pages import Web
 
-    made: list[Any] = []
-
-    def start(*names: str) -> Any:
-        made.append(Web(spawn, names))
-        return made[-1]
-
-    yield start
-    for each in made:
-        assert "Traceback" not in each.child.output(), each.child.output()
+    yield from _servers(lambda *names: Web(spawn, names))
 
 
 def client_of(consumer: Consumer) -> DaemonClient:
@@ -509,6 +506,15 @@ def take_groups(consumer: Consumer, count: int = 1, **options: Any) -> list[Grou
 
     wait_until(have_come, what=f"{count} groups")
     return groups
+
+
+def take_rest(consumer: Consumer) -> list[str]:
+    """Take and acknowledge every complete group there is, and return their ids."""
+    taken: list[str] = []
+    while groups := consumer.take(64, timeout=0):
+        taken += [group.instance_id for group in groups]
+        consumer.ack(groups)
+    return taken
 
 
 def work_until(consumer: Consumer, condition: Callable[[], object]) -> None:
