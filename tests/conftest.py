@@ -531,6 +531,13 @@ def keys_of(batch: Any) -> list[str]:
     return [group.instance_id for group in batch.groups]
 
 
+def train_next(handler: Any, timeout: float = 30.0) -> list[str]:
+    """Acknowledge a handler's next batch, and return the ids of its groups."""
+    batch = handler.next_batch(timeout)
+    handler.ack(batch)
+    return keys_of(batch)
+
+
 @pytest.fixture
 def spawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
     """Start real processes: `spawn.script(text, *args)` or `spawn.module(name, *args)`."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import answering
-from conftest import Daemon, keys_of, together, wait_until
+from conftest import Daemon, keys_of, together, train_next, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
@@ -42,6 +42,19 @@ def train_all(handler: OnlineDataHandler) -> list[str]:
         trained += keys_of(batch)
         handler.ack(batch)
     return trained
+
+
+def train_past(handler: OnlineDataHandler, error: type[Exception], timeout: float) -> Any:
+    """Train to the end, past errors of a kind; return the groups' ids, and these errors."""
+    trained: list[str] = []
+    errors: list[str] = []
+    while True:
+        try:
+            trained += train_next(handler, timeout)
+        except EOFError:
+            return trained, errors
+        except error as raised:
+            errors.append(str(raised))
 
 
 def open_ids(name: str) -> list[str]:
@@ -246,17 +259,7 @@ def test_a_wrong_prompt_is_named_once_and_skipped(bus: Bus, wrong: list[Any], sa
 def test_a_prompt_that_is_wrong_later_is_an_error_of_next_batch_once(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, worker(bus.name):
         handler.offer([*prompts(3), 7, *prompts(5)[3:]], ahead=1, group_size=2)
-        trained, errors = [], []
-        while True:
-            try:
-                batch = handler.next_batch(30)
-            except TypeError as error:
-                errors.append(str(error))
-                continue
-            except EOFError:
-                break
-            trained += keys_of(batch)
-            handler.ack(batch)
+        trained, errors = train_past(handler, TypeError, 30)
         assert len(errors) == 1 and "got int as prompt 3" in errors[0]
         assert sorted(trained) == [f"q{number}" for number in range(5)]
 
@@ -326,9 +329,7 @@ def test_a_generator_that_raises_is_not_taken_for_the_end(bus: Bus) -> None:
         trained = []
         with pytest.raises(ConnectionError):
             while True:
-                batch = handler.next_batch(30)
-                trained += keys_of(batch)
-                handler.ack(batch)
+                trained += train_next(handler)
         for _ in range(2):
             with pytest.raises(ValueError, match="raised an exception at prompt 4"):
                 handler.next_batch(30)
@@ -345,16 +346,7 @@ def test_an_iterator_that_is_slower_than_the_trainer_loses_nothing(bus: Bus) -> 
 
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
         handler.offer(slowly(), group_size=1)
-        trained = []
-        while True:
-            try:
-                batch = handler.next_batch(0.02)
-            except TimeoutError:
-                continue
-            except EOFError:
-                break
-            trained += keys_of(batch)
-            handler.ack(batch)
+        trained, _ = train_past(handler, TimeoutError, 0.02)
         assert sorted(trained) == sorted(f"q{number}" for number in range(8))
 
 

@@ -5,16 +5,16 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Child, Daemon, Spawner, wait_until
+from conftest import Child, Daemon, Spawner, beside, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
@@ -163,13 +163,10 @@ def test_a_new_daemon_waits_for_every_rank(spawn: Spawner, daemon: Served, bus_n
         one.send_signal(signal.SIGSTOP)
         served.kill()
         served.start()
-        found: list[int] = []
-        asks = threading.Thread(target=lambda: found.append(names_of(zero)))
-        asks.start()
-        asks.join(0.3)
-        one.send_signal(signal.SIGCONT)
-        asks.join(30)
-        assert found == [2]
+        with beside(names_of, zero) as asked:
+            wait([asked], timeout=0.3)
+            one.send_signal(signal.SIGCONT)
+        assert asked.result() == 2
 
 
 def names_of(handler: OnlineDataHandler) -> int:
