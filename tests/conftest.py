@@ -391,6 +391,10 @@ class Daemon:
     def kill(self) -> None:
         self.child.kill()
 
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
     def stop(self) -> str:
         self.child.send_signal(signal.SIGTERM)
         return self.child.finish()

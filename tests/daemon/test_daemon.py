@@ -182,8 +182,7 @@ def test_a_view_stays_what_it_is_after_ack_close_and_the_end_of_the_daemon(
         put(bus_name, f"g{number}", size=1, tokens=3000)
         consumer.ack(consumer.take(timeout=10))
         if number == 100:
-            served.kill()
-            served.start()
+            served.restart()
     assert np.array_equal(view, np.arange(100))
     consumer.close()
     assert np.array_equal(view, np.arange(100))

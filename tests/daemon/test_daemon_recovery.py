@@ -83,8 +83,7 @@ def test_a_partial_group_of_a_stopped_trainer_is_nobody_elses_after_a_restart(
     with Producer(bus_name) as second, held.producer as first:
         put(first, "beside", [0, 1])
         put(second, "beside", [2, 3])
-        held.daemon.kill()
-        held.daemon.start()
+        held.daemon.restart()
         with Consumer(bus_name) as other:
             assert other.take(timeout=ADOPTED_S) == []
             # The same prompt sampled again is a new group, and not the rest of this group.
@@ -122,8 +121,7 @@ def test_a_partial_group_of_a_trainer_that_died_stopped_is_delivered_again(
     held: Held, bus_name: str
 ) -> None:
     held.stop_trainer()
-    held.daemon.kill()
-    held.daemon.start()
+    held.daemon.restart()
     with Consumer(bus_name) as other:
         assert other.take(timeout=ADOPTED_S) == []
         held.trainer.kill()
@@ -184,8 +182,7 @@ def test_what_a_dead_daemon_had_granted_last_is_not_taken_for_the_next_ones(
         def late(*arguments: Any) -> Any:
             # The watcher reaches the next daemon before the thread with the reply goes on.
             if len(wires) == 1:
-                served.kill()
-                served.start()
+                served.restart()
                 wires.append(wait_until(lambda: client.connection.wire not in (None, wires[0])))
             return borrow(*arguments)
 

@@ -410,8 +410,7 @@ def daemon_recovers(scene: Scene) -> None:
     trainer = scene.training()
     assert scene.daemon is not None
     scene.stop(trainer)
-    scene.daemon.kill()
-    scene.daemon.start()
+    scene.daemon.restart()
 
 
 def trainer_stopped_since_the_daemon_before(scene: Scene) -> None:

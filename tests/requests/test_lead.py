@@ -299,8 +299,7 @@ def test_a_daemon_that_leases_makes_room_as_a_consumer_does(
                 group.ack()
                 seen += 1
                 if seen == 10:
-                    server.kill()
-                    server.start()
+                    server.restart()
     for worker in workers:
         worker.finish()
 

@@ -241,8 +241,7 @@ def test_evaluation_goes_on_beside_ranks_and_through_the_daemons_death(
         assert {*taken(zero), *taken(one)} == {("train", "a"), ("train", "b")}
         put(producer, "f", split="eval")
         [held] = evaluation.take(timeout=10)
-        served.kill()
-        served.start()
+        served.restart()
         put(producer, "g", split="eval")
         held.ack()
         deadline = time.monotonic() + 30

@@ -58,8 +58,7 @@ def test_prefetching_ranks_train_each_once(daemon: Served, bus_name: str, restar
             fill(handlers[0], 1)
             fill(handlers[1], 2)
         if step == 2 and restart:
-            served.kill()
-            served.start()
+            served.restart()
         for handler, batch in zip(handlers, batches, strict=True):
             handler.ack(batch)
     assert sorted(trained) == sorted(keys)

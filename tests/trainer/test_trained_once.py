@@ -99,8 +99,7 @@ def test_what_any_rank_had_trained_is_not_trained_again(
     first = live(spawn, bus_name, 2, tmp_path / "a", 2, saves=saves, acks=[2, 1])
     assert len(first) == 8
     if daemon_dies:
-        served.kill()
-        served.start()
+        served.restart()
     states = [str(tmp_path / "a" / f"state{rank}.json") for rank in saves]
     load: Any = states if saved == "together" else states[-1]
     second = live(spawn, bus_name, world_size, tmp_path / "b", 6 // world_size, load=load)
@@ -115,8 +114,7 @@ def test_an_older_state_names_what_was_trained_when_it_was_saved(
     first = live(spawn, bus_name, 2, tmp_path / "a", 2)  # no acks
     state = str(tmp_path / "a" / "state0.json")
     second = live(spawn, bus_name, 2, tmp_path / "b", 1, load=state, saves=[])
-    served.kill()
-    served.start()
+    served.restart()
     # The second life was in vain: its unacknowledged groups train again.
     third = live(spawn, bus_name, 2, tmp_path / "c", 4, load=state, saves=[])
     assert Counter(first + third) == Counter(everything)
@@ -161,8 +159,7 @@ def test_a_new_daemon_waits_for_every_rank(spawn: Spawner, daemon: Served, bus_n
         zero.ack(zero.next_batch(20))
         wait_until(lambda: names_of(zero) == 2)  # holds nothing that needs a claim
         one.send_signal(signal.SIGSTOP)
-        served.kill()
-        served.start()
+        served.restart()
         with beside(names_of, zero) as asked:
             wait([asked], timeout=0.3)
             one.send_signal(signal.SIGCONT)
@@ -234,8 +231,7 @@ def test_a_late_sample_does_not_bring_trained_ones_back(
         for index in range(2):
             put(early, "r", index)
         if process is not None:
-            process.kill()
-            process.start()
+            process.restart()
         second = trained(begin(spawn, bus_name, steps=3, load=state, timeout=2))
     assert sorted(first + second) == ["q/1", "q/2", "r/0", "r/1"]
     with shmbus.Consumer(bus_name) as consumer:
@@ -278,8 +274,7 @@ def test_a_leased_group_comes_again_with_the_same_members(
             assert process is not None
             if dies == "client and daemon":
                 child.kill()
-            process.kill()
-            process.start()
+            process.restart()
             child.kill()
         with shmbus.Consumer(bus_name, group_timeout=0.2, on_timeout=on_timeout) as consumer:
             (group,) = consumer.take(1, timeout=30)
