@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import together
-from weight_models import move, published, replace, square, swap, turn, write
+from weight_models import load_newest, move, published, replace, square, swap, turn, write
 
 from shmbus.weights import ManifestError, ModuleSource
 
@@ -52,8 +52,7 @@ def test_any_change_arrives(carrier: Any, device: str, changed: str, bus_name: s
             change(module if changed == "the trainer's" else live)
             told = publisher.publish(version)
             assert told.copied_bytes == sum(v.numel() * 4 for v in live.state_dict().values())
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(live)
+            load_newest(subscriber, live)
             assert arrived(live, module), (version, change.__name__)
 
 
@@ -75,8 +74,7 @@ def test_a_misfit_skips_to_the_newest(carrier: Any, device: str, bus_name: str) 
             change_values(module)
             publisher.publish(next(numbers))
             publisher.publish(next(numbers))
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(live)
+            load_newest(subscriber, live)
             assert arrived(live, module), version
     assert not any(value.any() for value in other.values())
 

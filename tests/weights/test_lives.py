@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Spawner, beside, wait_until
-from weight_models import many
+from weight_models import load_newest, many
 
 from shmbus import BusRemovedError, VersionUnknownError, WaitTimeoutError
 from shmbus.engines.rows import RankRows
@@ -135,8 +135,7 @@ def test_a_number_used_twice_is_the_last_and_unpatched(bus_name: str, spawn: Spa
     model = torch.nn.Linear(8, 8)
     spawn.script(DIES, bus_name).wait(60)
     with WeightSubscriber(bus_name) as subscriber:
-        with subscriber.latest(timeout=5) as weights:
-            weights.load_into(model)
+        load_newest(subscriber, model)
         trainer = Trainer(bus_name, patches=True, slots=2)
         with trainer.publisher:
             for version, value in ((6, 60), (7, 70)):
@@ -180,8 +179,7 @@ def test_a_number_of_an_earlier_life_is_not_taken_for_the_new_version(bus_name: 
             if value == 2:
                 missing = rows.missing(Named(), 1, 7)
                 assert missing is not None and not missing.final
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(trainer.model)
+            load_newest(subscriber, trainer.model)
             assert rows.missing(Named(), 1, 7) is None
             assert rows.whole_version(Named(), 1) == 7
         subscriber.close()  # the process lives on, as an engine under another bus
