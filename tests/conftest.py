@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -318,12 +318,20 @@ class Spawner:
         self._children: list[Child] = []
 
     def script(
-        self, text: str, *args: object, env: dict[str, str] | None = None, fresh: bool = False
+        self,
+        text: str,
+        *args: object,
+        env: dict[str, str] | None = None,
+        fresh: bool = False,
+        until: str = "",
     ) -> Child:
-        """Start `text` as a program, with `args` in its `sys.argv[1:]`."""
+        """Start `text` with `args` in its `sys.argv[1:]`, and wait until it prints `until`."""
         path = self._directory / f"child-{len(self._children)}.py"
         path.write_text(text)
-        return self._start([str(path)], text, args, env, fresh)
+        child = self._start([str(path)], text, args, env, fresh)
+        if until:
+            child.expect(until)
+        return child
 
     def file(self, path: Path, *args: object, env: dict[str, str] | None = None) -> Child:
         return self._start([str(path)], path.read_text(), args, env, fresh=False)
@@ -383,6 +391,10 @@ class Daemon:
     def kill(self) -> None:
         self.child.kill()
 
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
     def stop(self) -> str:
         self.child.send_signal(signal.SIGTERM)
         return self.child.finish()
@@ -398,20 +410,25 @@ def daemon(spawn: Spawner, bus_name: str) -> Callable[..., Daemon]:
     return start
 
 
+def _servers(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Start servers; a logged traceback fails the test."""
+    made: list[Any] = []
+
+    def start(*given: object, **named: str) -> Any:
+        made.append(make(*given, **named))
+        return made[-1]
+
+    yield start
+    for each in made:
+        assert "Traceback" not in each.child.output(), each.child.output()
+
+
 @pytest.fixture
 def gateway_of(spawn: Spawner, bus_name: str) -> Iterator[Callable[..., Any]]:
     """Start a gateway: `gateway_of("--create", "1MiB")`; it is killed after the test."""
     from gateways import Gateway
 
-    made: list[Any] = []
-
-    def start(*options: object, name: str = bus_name) -> Any:
-        made.append(Gateway(spawn, name, options))
-        return made[-1]
-
-    yield start
-    for gateway in made:
-        assert "Traceback" not in gateway.child.output(), gateway.child.output()
+    yield from _servers(lambda *options, name=bus_name: Gateway(spawn, name, options))
 
 
 @pytest.fixture
@@ -421,18 +438,10 @@ def gateway(gateway_of: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def web(spawn: Spawner) -> Iterator[Callable[..., Any]]:
-    """Start the server of the page: `web(bus_name)`; a logged traceback fails the test."""
+    """Start the server of the page: `web(bus_name)`; it is killed after the test."""
     from pages import Web
 
-    made: list[Any] = []
-
-    def start(*names: str) -> Any:
-        made.append(Web(spawn, names))
-        return made[-1]
-
-    yield start
-    for each in made:
-        assert "Traceback" not in each.child.output(), each.child.output()
+    yield from _servers(lambda *names: Web(spawn, names))
 
 
 def client_of(consumer: Consumer) -> DaemonClient:
@@ -462,9 +471,11 @@ def feeder(bus: Bus) -> Iterator[Feeder]:
 
 
 @contextlib.contextmanager
-def ends_of(bus: Bus, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
-    """Producer and consumer of a bus, ended with the block; `options` are the consumer's."""
-    with bus, Producer(bus.name) as producer, Consumer(bus.name, **options) as consumer:
+def ends_of(bus: Bus | str, **options: Any) -> Iterator[tuple[Producer, Consumer]]:
+    """Both ends of a bus, or of its name, ended with the block; `options` are the consumer's."""
+    name = bus if isinstance(bus, str) else bus.name
+    handle = contextlib.nullcontext() if isinstance(bus, str) else bus
+    with handle, Producer(name) as producer, Consumer(name, **options) as consumer:
         yield producer, consumer
 
 
@@ -501,8 +512,34 @@ def take_groups(consumer: Consumer, count: int = 1, **options: Any) -> list[Grou
     return groups
 
 
+def take_rest(consumer: Consumer) -> list[str]:
+    """Take and acknowledge every complete group there is, and return their ids."""
+    taken: list[str] = []
+    while groups := consumer.take(64, timeout=0):
+        taken += [group.instance_id for group in groups]
+        consumer.ack(groups)
+    return taken
+
+
+def work_until(consumer: Consumer, condition: Callable[[], object]) -> None:
+    """Let the consumer work, which has no group to take, until the condition holds."""
+
+    def holds() -> object:
+        assert consumer.take(timeout=0.02) == []
+        return condition()
+
+    wait_until(holds)
+
+
 def keys_of(batch: Any) -> list[str]:
     return [group.instance_id for group in batch.groups]
+
+
+def train_next(handler: Any, timeout: float = 30.0) -> list[str]:
+    """Acknowledge a handler's next batch, and return the ids of its groups."""
+    batch = handler.next_batch(timeout)
+    handler.ack(batch)
+    return keys_of(batch)
 
 
 @pytest.fixture
@@ -521,6 +558,15 @@ def together(work: Callable[..., object], calls: Iterable[Any]) -> None:
     with ThreadPoolExecutor(len(values)) as pool:
         for call in [pool.submit(work, value) for value in values]:
             call.result()
+
+
+@contextlib.contextmanager
+def beside(work: Callable[..., Value], *given: Any, **named: Any) -> Iterator[Future[Value]]:
+    """Call a function in a thread beside the block, and wait for the call's end behind it."""
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(work, *given, **named)
+        yield call
+        call.result()
 
 
 @pytest.fixture

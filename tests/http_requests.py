@@ -25,6 +25,12 @@ def request_bytes(method: str, path: str, content: Any = None, **headers: str) -
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def reset(connection: socket.socket) -> None:
     """End a connection as the kernel does for a client that dies with something unread."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -138,8 +138,7 @@ def put_until_moved(producer: shmbus.Producer, consumer: shmbus.Consumer) -> Non
         for filler in range(8):
             body = np.zeros(1500, np.int8)
             producer.put(f"f{number}.{filler}", group_size=1, index=0, b=body, timeout=10)
-        for group in consumer.take(64, timeout=0.01):
-            group.ack()
+        consumer.ack(consumer.take(64, timeout=0.01))
         # A single thread plays both sides: leave the collector time to make room.
         time.sleep(0.001 if number < 200 else 0.06)
         assert number < 300

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import wait_until
+from conftest import beside, wait_until
 from supervisor import forked
 
 from shmbus import BusClosedError
@@ -29,23 +29,17 @@ def test_a_fork_beside_a_waiting_thread_takes_no_lock(bus_name: str, carrier: st
         TensorChannel.create(bus_name, slots=1, carrier=carrier) as sender,
         TensorChannel.open(bus_name, specs=SPECS, timeout=20) as receiver,
     ):
-        got: list[int] = []
-        thread = threading.Thread(target=lambda: got.append(receiver.recv().step))
-        thread.start()
-        lock = receiver._channel._lock
-        wait_until(lambda: not _is_free(lock))
-        assert forked(refused(receiver.recv)) == 0
-        assert forked(refused(lambda: sender.send(STEP))) == 0
-        sender.send(STEP)
-        thread.join()
-        assert got == [0]
-        waits = threading.Thread(target=lambda: sender.skip(reason="none", timeout=20))
-        waits.start()
-        wait_until(lambda: not _is_free(sender._channel._lock))
-        assert forked(refused(lambda: sender.skip(reason="none"))) == 0
-        assert forked(refused(lambda: sender.fail(reason="none"))) == 0
-        receiver._item.ack()  # type: ignore[union-attr]
-        waits.join()
+        with beside(receiver.recv) as received:
+            wait_until(lambda: not _is_free(receiver._channel._lock))
+            assert forked(refused(receiver.recv)) == 0
+            assert forked(refused(lambda: sender.send(STEP))) == 0
+            sender.send(STEP)
+        assert received.result().step == 0
+        with beside(sender.skip, reason="none", timeout=20):
+            wait_until(lambda: not _is_free(sender._channel._lock))
+            assert forked(refused(lambda: sender.skip(reason="none"))) == 0
+            assert forked(refused(lambda: sender.fail(reason="none"))) == 0
+            receiver._item.ack()  # type: ignore[union-attr]
         assert sender.next_step == 2
 
 

@@ -26,8 +26,7 @@ time.sleep(600)
 
 
 def dead(bus_name: str, spawn: Spawner, side: str) -> None:
-    child = spawn.script(SIDE, bus_name, side)
-    child.expect("stated")
+    child = spawn.script(SIDE, bus_name, side, until="stated")
     child.kill()
 
 

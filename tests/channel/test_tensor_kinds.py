@@ -1,11 +1,11 @@
 """Tensors of every kind arrive bit for bit: dtypes, ranks, views, many small and large ones."""
 
 import gc
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+from conftest import together
 
 from shmbus.tensors import TensorChannel, TensorReceiver, TensorSender
 
@@ -74,9 +74,7 @@ def test_views_that_are_kept_stay_as_they_were_also_beyond_the_channel(pair: Pai
         assert torch.equal(each["x"], made(step)["x"][1:])
         assert torch.equal(each["y"], made(step)["y"])
     # The library of tensors may let go of them in any thread.
-    letting_go = threading.Thread(target=kept.clear)
-    letting_go.start()
-    letting_go.join()
+    together(lambda kept: kept.clear(), [kept])
 
 
 def test_a_tensor_that_requires_grad_is_sent_as_any_other(bus_name: str) -> None:

@@ -38,8 +38,7 @@ def found(name: str) -> dict[str, Any]:
 
 def test_an_abandoned_bus_is_removed_only_with_yes(bus_name: str, spawn: Spawner) -> None:
     shmbus.Bus.create(bus_name, "4MiB").close()
-    worker = spawn.script(WORKER, bus_name, 3, "w")
-    worker.expect("ready")
+    worker = spawn.script(WORKER, bus_name, 3, "w", until="ready")
     assert found(bus_name)["verdict"] == "in_use"
     assert "nothing" not in cli("gc", f"{bus_name}-none").out
     worker.kill()
@@ -107,8 +106,8 @@ def test_a_segment_being_removed_is_not_opened(bus_name: str, spawn: Spawner) ->
         "except shmbus.BusNotFoundError:\n"
         "    print('not found')",
         bus_name,
+        until="started",
     )
-    opener.expect("started")
     segment_path(bus_name).unlink()
     os.close(fd)
     assert opener.finish().splitlines() == ["started", "not found"]
@@ -282,8 +281,7 @@ time.sleep(600)
 
 def test_a_dead_engines_shared_memory_is_reported_and_kept(bus_name: str, spawn: Spawner) -> None:
     path = f"/dev/shm/psm_{bus_name}"
-    engine = spawn.script(MAPPER, path)
-    engine.expect("ready")
+    engine = spawn.script(MAPPER, path, until="ready")
     try:
         assert path not in [row["path"] for row in cli("gc", "--json").json()]
         engine.kill()

@@ -65,8 +65,7 @@ def test_top_has_a_row_for_weights(bus_name: str, weights: PoolPublisher) -> Non
 
 
 def test_weights_whose_trainer_died_are_listed_and_collected(bus_name: str, spawn: Spawner) -> None:
-    trainer = spawn.script(TRAINER, bus_name)
-    trainer.expect("ready")
+    trainer = spawn.script(TRAINER, bus_name, until="ready")
     assert "in_use" in str(cli("gc", bus_name, "--json").json())
     trainer.kill()
     assert find_pools(bus_name) == [(bus_name, "weights")]

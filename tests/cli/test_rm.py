@@ -26,8 +26,7 @@ def leave_companions(name: str) -> None:
 def test_a_bus_goes_with_its_companions(bus_name: str, spawn: Spawner) -> None:
     shmbus.Bus.create(bus_name, "4MiB").close()
     leave_companions(bus_name)
-    worker = spawn.script(WORKER, bus_name, 3, "w")
-    worker.expect("ready")
+    worker = spawn.script(WORKER, bus_name, 3, "w", until="ready")
     worker.kill()
     done = cli("rm", bus_name)
     assert (done.status, files_of(bus_name)) == (0, []), done.err
@@ -108,8 +107,7 @@ def test_the_buses_of_its_annotators_go_with_a_bus(bus_name: str, spawn: Spawner
     columns = f"{bus_name}.columns.ref_logprobs"
     for name in (bus_name, columns):
         shmbus.Bus.create(name, "1MiB").close()
-    worker = spawn.script(WORKER, columns, 1, "w")
-    worker.expect("ready")
+    worker = spawn.script(WORKER, columns, 1, "w", until="ready")
     refused = cli("rm", bus_name)
     assert (refused.status, len(files_of(bus_name))) == (1, 2) and columns in refused.err
     worker.kill()

@@ -31,12 +31,10 @@ def check_balance(status: BusStatus) -> None:
 
 def test_status_says_where_every_trajectory_is(bus_name: str, spawn: Spawner) -> None:
     with shmbus.Bus.create(bus_name, "8MiB"):
-        worker = spawn.script(WORKER, bus_name, 10, "w")
-        worker.expect("ready")
+        worker = spawn.script(WORKER, bus_name, 10, "w", until="ready")
         with shmbus.Consumer(bus_name, label="the trainer") as consumer:
             groups = consumer.take(6, timeout=10)
-            for group in groups[:2]:
-                group.ack()
+            consumer.ack(groups[:2])
             consumer.policy_version = 7
             result = cli("status", bus_name, "--json")
             assert result.status == 0
@@ -90,8 +88,7 @@ def test_without_a_consumer_the_undelivered_are_counted_in_the_ring(bus_name: st
 
 def test_a_killed_producer_is_dead_by_its_lock(bus_name: str, spawn: Spawner) -> None:
     with shmbus.Bus.create(bus_name, "4MiB"):
-        worker = spawn.script(WORKER, bus_name, 1, "w")
-        worker.expect("ready")
+        worker = spawn.script(WORKER, bus_name, 1, "w", until="ready")
         assert [p.state for p in read_status(bus_name).producers] == ["alive"]
         worker.kill()
         assert [p.state for p in read_status(bus_name).producers] == ["dead"]
@@ -133,8 +130,7 @@ with shmbus.Producer(sys.argv[1]) as producer:
             spawn.script(busy, bus_name).expect("ready")
         with shmbus.Consumer(bus_name) as consumer:
             for _ in range(50):
-                for group in consumer.take(16, timeout=10)[:8]:
-                    group.ack()
+                consumer.ack(consumer.take(16, timeout=10)[:8])
                 check_balance(read_status(bus_name))
 
 

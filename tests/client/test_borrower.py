@@ -4,11 +4,11 @@ import gc
 import random
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from conftest import beside
 
 from shmbus import Bus, BusClosedError, Producer
 from shmbus.control import messages
@@ -169,22 +169,20 @@ def test_exactly_the_runs_that_nobody_looks_at_are_free(
 def test_late_views_block_nobody(bus: Bus, reader: _core.Reader, borrower: _core.Borrower) -> None:
     # The reader only sleeps and wakes: no message reports a view's end.
     rounds = 40 * reader.segment.extent_count
-    sending = threading.Thread(target=put_singles, args=(bus.name, rounds))
-    sending.start()
     views: list[np.ndarray] = []
     looks = taken = 0
-    while taken < rounds:
-        found = reader.poll(64)
-        if not found:
-            reader.wait(1.0)
-            looks += 1
-            continue
-        taken += len(found)
-        lease = borrow(borrower, _core.places(found))
-        views = [t["tokens"] for t in lease.samples]
-        reader.release(found, _core.ACKED)
-        borrower.forget([lease])
-    sending.join()
+    with beside(put_singles, bus.name, rounds):
+        while taken < rounds:
+            found = reader.poll(64)
+            if not found:
+                reader.wait(1.0)
+                looks += 1
+                continue
+            taken += len(found)
+            lease = borrow(borrower, _core.places(found))
+            views = [t["tokens"] for t in lease.samples]
+            reader.release(found, _core.ACKED)
+            borrower.forget([lease])
     assert len(views) and looks < taken
 
 

@@ -180,11 +180,9 @@ def test_a_view_stays_what_it_is_after_ack_close_and_the_end_of_the_daemon(
     group.ack()
     for number in range(200):
         put(bus_name, f"g{number}", size=1, tokens=3000)
-        for other in consumer.take(timeout=10):
-            other.ack()
+        consumer.ack(consumer.take(timeout=10))
         if number == 100:
-            served.kill()
-            served.start()
+            served.restart()
     assert np.array_equal(view, np.arange(100))
     consumer.close()
     assert np.array_equal(view, np.arange(100))
@@ -426,8 +424,7 @@ def test_what_a_client_with_plenty_in_hand_acknowledged_counts_though_it_is_kill
     for key in range(96):
         put(bus_name, str(key), size=1)
     # The daemon reads its messages in small parts, and dies behind them.
-    child = spawn.script(ACKNOWLEDGE, bus_name)
-    child.expect("acknowledged")
+    child = spawn.script(ACKNOWLEDGE, bus_name, until="acknowledged")
     child.kill()
     with Consumer(bus_name) as consumer:
         left = take_groups(consumer, 26)

@@ -71,8 +71,7 @@ def test_after_a_restart_a_rank_ahead_leaves_the_groups_to_one_behind(
         for _ in range(3):
             one.ack(one.take_shard(groups=1, max_wait=0, timeout=10))
         wait_until(lambda: one.stats().acknowledged == 8)
-        served.kill()
-        served.start()
+        served.restart()
         wait_until(lambda: here(bus_name) == 2, what="both ranks to come back")
         # The daemon knew two steps of the second rank: both groups belong to these steps.
         assert one.take_shard(groups=1, max_wait=0, timeout=0.2) == []
@@ -107,8 +106,7 @@ def test_after_a_restart_a_process_that_took_no_step_keeps_pace_with_the_other_r
         if not holds:
             zero.ack(taken)
             wait_until(lambda: zero.stats().acknowledged == 14)
-        served.kill()
-        served.start()
+        served.restart()
         wait_until(lambda: here(bus_name) == 1 + knew, what="the ranks to come back")
         one = one or stack.enter_context(rank(1))
         if holds and asks_first == 1:
@@ -169,8 +167,7 @@ def test_a_rank_that_returns_after_a_new_process_asked_goes_on_beside_it(
                 one.ack(groups)
         wait_until(lambda: one.stats().acknowledged == 2 * (6 - 2 * holds))
     zero.send_signal(signal.SIGSTOP)
-    served.kill()
-    served.start()
+    served.restart()
 
     def step(rank: Consumer) -> list[Group]:
         return rank.take_shard(groups=1, max_wait=0, timeout=30)
@@ -222,8 +219,7 @@ def test_a_prompt_whose_group_waits_for_a_dead_ranks_successor_stays_open(
         other = spawn.script(HOLDING_RANK, bus_name)
         taken = zero.take_shard(groups=1, max_wait=0, timeout=30)
         wait_until(lambda: "took q" in other.output())
-        served.kill()
-        served.start()
+        served.restart()
         wait_until(lambda: here(bus_name) == 2, what="both ranks to come back")
         other.kill()
         wait_until(lambda: here(bus_name) == 1, what="the rank to be missed")
@@ -256,15 +252,13 @@ def test_a_rank_that_comes_late_after_a_restart_has_what_was_kept_for_it(
     daemon: Served, bus_name: str, spawn: Spawner
 ) -> None:
     served = daemon("--capacity", "8MiB")
-    slow = spawn.script(SLOW_RANK, bus_name)
-    slow.expect("here")
+    slow = spawn.script(SLOW_RANK, bus_name, until="here")
     slow.send_signal(signal.SIGSTOP)
     put(bus_name, range(3))
     with Consumer(bus_name, rank=1, world_size=2) as one:
         one.ack(one.take_shard(groups=1, max_wait=0, timeout=10))
         wait_until(lambda: one.stats().acknowledged == 2)
-        served.kill()
-        served.start()
+        served.restart()
         one.ack(one.take_shard(groups=1, max_wait=0, timeout=10))
         slow.send_signal(signal.SIGCONT)
         slow.expect("took 1")

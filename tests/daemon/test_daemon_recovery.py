@@ -1,14 +1,13 @@
 """Leases of a stopped trainer over a restart of the daemon: no other client gets its groups."""
 
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Child, Daemon, Spawner, client_of, wait_until
+from conftest import Child, Daemon, Spawner, beside, client_of, wait_until
 
 from shmbus import Consumer, Group, Producer
 from shmbus.base import limits
@@ -84,8 +83,7 @@ def test_a_partial_group_of_a_stopped_trainer_is_nobody_elses_after_a_restart(
     with Producer(bus_name) as second, held.producer as first:
         put(first, "beside", [0, 1])
         put(second, "beside", [2, 3])
-        held.daemon.kill()
-        held.daemon.start()
+        held.daemon.restart()
         with Consumer(bus_name) as other:
             assert other.take(timeout=ADOPTED_S) == []
             # The same prompt sampled again is a new group, and not the rest of this group.
@@ -123,8 +121,7 @@ def test_a_partial_group_of_a_trainer_that_died_stopped_is_delivered_again(
     held: Held, bus_name: str
 ) -> None:
     held.stop_trainer()
-    held.daemon.kill()
-    held.daemon.start()
+    held.daemon.restart()
     with Consumer(bus_name) as other:
         assert other.take(timeout=ADOPTED_S) == []
         held.trainer.kill()
@@ -185,8 +182,7 @@ def test_what_a_dead_daemon_had_granted_last_is_not_taken_for_the_next_ones(
         def late(*arguments: Any) -> Any:
             # The watcher reaches the next daemon before the thread with the reply goes on.
             if len(wires) == 1:
-                served.kill()
-                served.start()
+                served.restart()
                 wires.append(wait_until(lambda: client.connection.wire not in (None, wires[0])))
             return borrow(*arguments)
 
@@ -207,10 +203,8 @@ def test_what_is_acknowledged_while_no_daemon_is_there_is_told_by_close(
     group = take_one(consumer)
     served.kill()
     group.ack()
-    closing = threading.Thread(target=consumer.close)
-    closing.start()
-    served.start()
-    closing.join()
+    with beside(consumer.close):
+        served.start()
     with Consumer(bus_name) as successor:
         wait_until(lambda: successor.stats().acknowledged + successor.stats().groups_ready)
         assert successor.take(timeout=0) == [] and successor.stats().acknowledged == 4

@@ -88,8 +88,7 @@ def test_who_leaves_is_told_from_who_is_killed(
     bus_name: str, daemon: Start, spawn: Spawner
 ) -> None:
     daemon("--capacity", "2MiB")
-    child = spawn.script(SLEEPER, bus_name)
-    child.expect("ready")
+    child = spawn.script(SLEEPER, bus_name, until="ready")
     wait_until(lambda: ("producer_came", "") in kinds(bus_name), what="who came")
     child.kill()
     wait_until(lambda: ("producer_died", "") in kinds(bus_name), what="who died")

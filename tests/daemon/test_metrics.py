@@ -68,8 +68,7 @@ def test_a_scrape_says_what_the_ledger_says(
 ) -> None:
     assert scrape(server) == {("shmbus_up", ()): 0}
     with shmbus.Bus.create(bus_name, "4MiB"):
-        worker = spawn.script(WORKER, bus_name, 6, "w")
-        worker.expect("ready")
+        worker = spawn.script(WORKER, bus_name, 6, "w", until="ready")
         with shmbus.Consumer(bus_name) as consumer:
             groups = consumer.take(4, timeout=10)
             groups[0].ack()

@@ -64,8 +64,7 @@ def test_a_poll_while_the_daemon_is_killed_loses_nothing_and_doubles_nothing(
         for number in range(2):
             assert consumer.take(1, 0) == []
             put(producer, f"g{number}")
-            served.kill()
-            served.start()
+            served.restart()
 
             def poll() -> bool:
                 found.extend(consumer.take(1, 0))

@@ -140,8 +140,7 @@ def test_an_owners_socket_is_in_use_while_it_lives(bus_name: str, spawn: Spawner
     def verdict() -> str:
         return next(found.verdict for found in survey() if found.path == path)
 
-    child = spawn.script(OWNER, bus_name)
-    child.expect("listens")
+    child = spawn.script(OWNER, bus_name, until="listens")
     assert verdict() == "in_use"
     child.kill()
     assert verdict() == "removable"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from conftest import Spawner, open_descriptors, together
+from conftest import Spawner, beside, open_descriptors, together
 
 from shmbus import PeerGoneError
 from shmbus.tensors.device.arena import DescriptorServer, fetch_descriptor
@@ -90,13 +90,10 @@ def test_nobody_there_is_a_peer_that_has_gone(place: str) -> None:
 
 
 def test_an_asker_may_come_before_the_server(place: str) -> None:
-    found: list[object] = []
-    asker = threading.Thread(target=lambda: found.append(fetch_descriptor(place, b"none", 20.0)))
-    asker.start()
-    server = DescriptorServer(place, give)
-    asker.join()
+    with beside(fetch_descriptor, place, b"none", 20.0) as asked:
+        server = DescriptorServer(place, give)
     server.close()
-    assert found == [(b"nothing to map", None)]
+    assert asked.result() == (b"nothing to map", None)
 
 
 def test_the_socket_of_a_dead_server_is_replaced_and_nothing_else(place: str) -> None:
@@ -123,11 +120,8 @@ def test_a_server_that_dies_before_it_answers_is_a_peer_that_has_gone(place: str
         connection, _ = listening.accept()
         connection.close()
 
-    dying = threading.Thread(target=close_at_once)
-    dying.start()
-    with pytest.raises(PeerGoneError):
+    with beside(close_at_once), pytest.raises(PeerGoneError):
         fetch_descriptor(place, b"none", 5.0)
-    dying.join()
     listening.close()
 
 

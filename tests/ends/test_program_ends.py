@@ -69,8 +69,7 @@ def test_what_a_daemon_had_is_found_by_its_successors(
         party = LeaserParty(how)
         party.prepare(task)
         served = daemon("--drain-timeout", 0, name=task.name)
-        client = spawn.script(CLIENT, task.name, held, directory)
-        client.expect("holds")
+        client = spawn.script(CLIENT, task.name, held, directory, until="holds")
         leased = json.loads(client.output().splitlines()[0])
         facts = [{"put": [f"group{number}" for number in range(GROUPS)], "leased": leased}]
         if other == "dead":

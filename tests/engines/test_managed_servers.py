@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
+from http_requests import free_port
 from trainers import TIMEOUT_S, Trainer
 
 from shmbus import Bus
@@ -23,12 +23,6 @@ from shmbus.engines import EngineError, EngineFleet, ManagedServer, UpdateRolled
 
 PROGRAM = Path(__file__).with_name("small_restarted.py")
 START_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 from answering import answering
-from conftest import segments_named, wait_until
+from conftest import ends_of, segments_named, wait_until
 
 import shmbus
 import shmbus.engines
 import shmbus.weights
-from shmbus import Bus, Consumer, Producer, Request
+from shmbus import Bus, Producer, Request
 from shmbus.cli import main
 from shmbus.inspect.status import read_status
 from trainer_adapter import OnlineDataHandler, ScoredGroup, attention, corrections, losses
@@ -242,11 +242,8 @@ class SandboxError(Exception):
 
 def test_workers_of_the_operating_page_answer_fail_and_release(bus_name: str) -> None:
     prompt = np.int32([1])
-    with (
-        Bus.create(bus_name, "8MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, sample_retries=1, retry_backoff=(0.01, 0.01)) as consumer,
-    ):
+    bus = Bus.create(bus_name, "8MiB")
+    with ends_of(bus, sample_retries=1, retry_backoff=(0.01, 0.01)) as (producer, consumer):
         consumer.request("r1", group_size=1, prompt=prompt, meta={"answer": 1})
         doc_pages.run(
             "docs/operating.md", "request := producer", bus_name, producer=producer,
@@ -299,11 +296,7 @@ def test_a_schema_takes_what_fits_and_tells_what_does_not(bus_name: str) -> None
 
 def test_lists_and_bits_become_samples(bus_name: str) -> None:
     swap = {"group_size=8": "group_size=1"}
-    with (
-        Bus.create(bus_name, "4MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "4MiB")) as (producer, consumer):
         names = {"producer": producer, "swap": swap}
         doc_pages.run("docs/schema.md", "tokens=[1, 2, 3],", bus_name, **names)
         assert consumer.take(timeout=30)[0][0]["tokens"].tolist() == [1, 2, 3]

@@ -60,6 +60,10 @@ class Gateway:
     def kill(self) -> None:
         self.child.kill()
 
+    def restart(self, fault: str = "") -> None:
+        self.kill()
+        self.start(fault)
+
     def stop(self) -> str:
         self.child.send_signal(signal.SIGTERM)
         return self.child.finish()
@@ -89,6 +93,19 @@ class Gateway:
 
     def batch(self) -> Any:
         return self.get("/batch").json()["batch"]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A number of its metrics; 0 before it has one."""
+        wanted = "".join(f',{label}="{value}"' for label, value in labels.items())
+        pattern = rf'^shmbus_gateway_{name}\{{bus="{self.name}"{wanted}\}} (\S+)$'
+        found = re.search(pattern, self.get("/metrics").body.decode(), re.M)
+        return float(found[1]) if found else 0.0
+
+    def peak_kib(self) -> int:
+        """The most memory that its process had at a time."""
+        status = Path(f"/proc/{self.child.pid}/status").read_text()
+        (found,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+        return int(found)
 
 
 @contextmanager

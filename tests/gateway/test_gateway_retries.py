@@ -3,7 +3,6 @@
 import contextlib
 import json
 import random
-import re
 import socket
 import threading
 import time
@@ -68,7 +67,7 @@ def test_a_full_bus_holds_a_post_until_there_is_room(gateway_of: Any) -> None:
     gateway.register(batch_size=2)
     threads = fill(gateway)
     assert gateway.get("/info").status == 200
-    assert float(re.search(r"held_bodies\{.*\} (\d+)", gateway.get("/metrics").body.decode())[1])
+    assert gateway.metric("held_bodies") > 0
     found: list[int] = []
     while len(found) < len(threads):
         found += numbers(gateway.batch() or [])
@@ -124,9 +123,7 @@ def test_a_body_whose_answer_was_lost_comes_once(gateway: Gateway, seed: int) ->
         reset(connection)
         assert gateway.post("/scored_data", numbered(number)).status == 200
     assert sorted(all_batches(gateway)) == list(range(60))
-    repeated = re.search(r"repeated_bodies\{.*\} (\d+)", gateway.get("/metrics").body.decode())
-    assert repeated is not None
-    assert int(repeated[1]) > 0
+    assert gateway.metric("repeated_bodies") > 0
 
 
 def test_a_list_whose_answer_was_lost_comes_once_and_another_body_too(gateway: Gateway) -> None:
@@ -183,8 +180,7 @@ def test_the_kept_batches_of_a_dead_trainer_come_again(
         assert gateway.post("/scored_data", numbered(number)).status == 200
     assert [numbers(gateway.batch()) for _ in range(taken)] == [[n] for n in bodies[:taken]]
     if gateway_dies:
-        gateway.kill()
-        gateway.start()
+        gateway.restart()
     assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
     assert all_batches(gateway) == bodies[taken - kept :]
 
@@ -201,8 +197,7 @@ def test_a_trainer_that_leaves_http_has_everything_and_may_come_back(gateway_of:
     with AtroposTrainer(gateway.name, 2, url=url) as trainer:
         trainer.register()
         assert numbers(trainer.get_batch(timeout=20)["batch"]) == [0]
-        gateway.kill()
-        gateway.start()
+        gateway.restart()
         assert numbers(trainer.get_batch(timeout=20)["batch"]) == [1]
         assert gateway.get("/batch").status == 409
     assert gateway.post("/register", {**REGISTRATION, "batch_size": 2}).status == 200
@@ -253,8 +248,7 @@ def test_registrations_and_groups_outlive_the_gateway(gateway_of: Any) -> None:
         lambda: gateway.get("/status-env", {"env_id": env}).json()["current_step"] == 1,
         what="the note of the first batch",
     )
-    gateway.kill()
-    gateway.start()
+    gateway.restart()
     assert gateway.get("/info").json()["batch_size"] == 2
     status = gateway.get("/status-env", {"env_id": env}).json()
     assert (status["current_step"], status["queue_size"]) == (1, 3)
@@ -292,12 +286,12 @@ def test_what_clients_send_at_once_stays_within_the_budget(gateway_of: Any) -> N
     gateway = gateway_of("--create", "1MiB", "--body-limit", 4, "--memory", 16, "--hold", 1)
     body = json.dumps(scored([1] * 400, messages=[[{"role": "user", "content": "x" * 3_000_000}]]))
     request = request_bytes("POST", "/scored_data", body.encode())
-    before = peak_kib(gateway)
+    before = gateway.peak_kib()
     connections = [gateway.connect() for _ in range(60)]
     together(lambda connection: _send(connection, request), connections)
     assert gateway.get("/info").status == 200
     # 16 MiB of bodies: one decoded, and the read-ahead of the rest.
-    assert peak_kib(gateway) - before < 64 << 10
+    assert gateway.peak_kib() - before < 64 << 10
     for connection in connections:
         connection.close()
 
@@ -306,12 +300,6 @@ def _send(connection: socket.socket, request: bytes) -> None:
     with contextlib.suppress(OSError):
         connection.sendall(request)
         read_answer(connection)
-
-
-def peak_kib(gateway: Gateway) -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.child.pid}/status").read_text())
-    assert found is not None
-    return int(found[1])
 
 
 def test_groups_wait_for_a_killed_daemon(bus_name: str, daemon: Any, gateway_of: Any) -> None:

@@ -2,14 +2,13 @@
 
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import beside, wait_until
 from gateways import REGISTRATION, Gateway
 from http_answers import Answer
 from http_requests import request_bytes, reset
@@ -83,11 +82,6 @@ BatchQueue.given = lambda self, *arguments: os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def restart(gateway: Gateway, fault: str) -> None:
-    gateway.kill()
-    gateway.start(fault)
-
-
 def post_and_lose(gateway: Gateway, path: str, content: Any) -> None:
     with pytest.raises(OSError):
         gateway.post(path, content)
@@ -105,12 +99,10 @@ def until_answered(ask: Callable[[], Answer]) -> Answer:
 def test_a_retry_that_comes_while_a_successor_takes_over_comes_once(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
-    restart(gateway, KILL_BEFORE_THE_NOTE)
+    gateway.restart(KILL_BEFORE_THE_NOTE)
     post_and_lose(gateway, "/scored_data", numbered(0))
-    starting = threading.Thread(target=gateway.start, args=(ATTACH_SLOWLY,))
-    starting.start()
-    assert until_answered(lambda: gateway.post("/scored_data", numbered(0))).status == 200
-    starting.join()
+    with beside(gateway.start, ATTACH_SLOWLY):
+        assert until_answered(lambda: gateway.post("/scored_data", numbered(0))).status == 200
     assert all_batches(gateway) == [0]
 
 
@@ -120,7 +112,7 @@ def test_a_body_is_put_once_where_its_gateway_dies(
     kill: str, reads_bus: bool, gateway_of: Any
 ) -> None:
     gateway = gateway_of("--create", "4MiB")
-    restart(gateway, KILLS[kill])
+    gateway.restart(KILLS[kill])
     body = [numbered(0), numbered(1)]
     post_and_lose(gateway, "/scored_data_list", body)
     gateway.start()
@@ -138,7 +130,7 @@ def test_a_body_is_put_once_where_its_gateway_dies(
 def test_a_repeat_that_comes_while_its_first_is_put_is_put_once(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
-    restart(gateway, PUT_SLOWLY)
+    gateway.restart(PUT_SLOWLY)
     with gateway.connect() as connection:
         connection.sendall(request_bytes("POST", "/scored_data", numbered(0)))
         wait_until(lambda: gateway.get("/status").json()["queue_size"] == 1)
@@ -150,7 +142,7 @@ def test_a_repeat_that_comes_while_its_first_is_put_is_put_once(gateway_of: Any)
 def test_of_a_list_a_successor_puts_only_what_is_not_there(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
-    restart(gateway, KILL_AFTER_TWO_GROUPS)
+    gateway.restart(KILL_AFTER_TWO_GROUPS)
     body = [numbered(number) for number in range(4)]
     post_and_lose(gateway, "/scored_data_list", body)
     with shmbus.Consumer(gateway.name) as consumer:
@@ -185,7 +177,7 @@ def test_a_retry_of_a_group_that_was_trained_on_and_whose_space_is_used_again_co
     assert gateway.post("/register", {**REGISTRATION, "reads_bus": True}).status == 200
     producer, consumer = shmbus.Producer(gateway.name), shmbus.Consumer(gateway.name)
     with producer, consumer:
-        restart(gateway, KILL_BEFORE_THE_NOTE)
+        gateway.restart(KILL_BEFORE_THE_NOTE)
         post_and_lose(gateway, "/scored_data", numbered(0))
         assert cycle(producer, consumer) == [0]
         gateway.start()
@@ -206,8 +198,7 @@ def test_a_body_that_waited_while_others_were_put_is_not_taken_for_put(gateway_o
         for number in range(100, 104):
             assert gateway.post("/scored_data", numbered(number)).status == 200
         assert taken(consumer) == [100, 101, 102, 103]
-        gateway.kill()
-        gateway.start()
+        gateway.restart()
         while gateway.post("/scored_data_list", body).status == 503:
             found += taken(consumer)
         found += taken(consumer)
@@ -238,8 +229,7 @@ def test_a_hang_up_during_a_gateways_death_counts_as_read(gateway_of: Any) -> No
     gateway.child.send_signal(signal.SIGSTOP)
     assert connection.recv(10)
     reset(connection)
-    gateway.kill()
-    gateway.start()
+    gateway.restart()
     assert all_batches(gateway) == [1]
 
 
@@ -248,7 +238,7 @@ def test_a_retry_while_the_daemon_is_dead_comes_once(daemon: Any, gateway_of: An
     served = daemon("--capacity", "4MiB")
     gateway = gateway_of("--daemon")
     gateway.register(batch_size=2)
-    restart(gateway, KILL_BEFORE_THE_NOTE)
+    gateway.restart(KILL_BEFORE_THE_NOTE)
     post_and_lose(gateway, "/scored_data", numbered(0))
     served.kill()
     gateway.start()
@@ -260,7 +250,7 @@ def test_a_retry_while_the_daemon_is_dead_comes_once(daemon: Any, gateway_of: An
 def test_a_gateway_dying_in_an_answer_repeats_the_batch(gateway_of: Any) -> None:
     gateway = gateway_of("--create", "4MiB")
     gateway.register(batch_size=2)
-    restart(gateway, KILL_BEFORE_THE_BATCH_IS_NOTED)
+    gateway.restart(KILL_BEFORE_THE_BATCH_IS_NOTED)
     for number in range(2):
         assert gateway.post("/scored_data", numbered(number)).status == 200
     assert numbers(gateway.batch()) == [0]

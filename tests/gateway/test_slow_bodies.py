@@ -1,11 +1,10 @@
 """A client stopped in its body keeps room from its peers for seconds, not for a minute."""
 
-import re
 from pathlib import Path
 
 import pytest
 from conftest import wait_until
-from gateways import Gateway, serving
+from gateways import serving
 from http_answers import read_answer
 from http_requests import request_bytes, scored
 
@@ -22,12 +21,6 @@ HEADS = {
 }
 
 
-def held(gateway: Gateway) -> float:
-    found = re.search(rb"\nshmbus_gateway_body_bytes\{.*\} (\S+)", gateway.get("/metrics").body)
-    assert found is not None
-    return float(found[1])
-
-
 @pytest.mark.parametrize("head", HEADS)
 def test_a_body_that_stops_gives_its_room_to_who_waits(tmp_path: Path, head: str) -> None:
     options = ("--create", "16MiB", "--memory", MEMORY, "--body-limit", 4)
@@ -37,8 +30,8 @@ def test_a_body_that_stops_gives_its_room_to_who_waits(tmp_path: Path, head: str
         gateway.connect() as connection,
     ):
         connection.sendall(stopped)
-        wait_until(lambda: held(gateway) > 3 << 20, what="the body to have its room")
+        wait_until(lambda: gateway.metric("body_bytes") > 3 << 20, what="the body to have its room")
         assert gateway.post("/scored_data", GROUP).status == 200
         answer = read_answer(connection)
         assert (answer.status, "wait for room" in answer.detail) == (408, True)
-        wait_until(lambda: held(gateway) == 0, what="all room to be free")
+        wait_until(lambda: gateway.metric("body_bytes") == 0, what="all room to be free")

@@ -1,7 +1,6 @@
 """What a gateway says of itself: its access log, and its metrics by route and status."""
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,22 +52,14 @@ def test_a_path_with_the_end_of_a_line_is_one_line(gateway: Gateway) -> None:
     assert lines(gateway)[before]["message"] == r"GET /no\n2026-01-01 INFO forged"
 
 
-def count(gateway: Gateway, name: str, **labels: str) -> float:
-    wanted = "".join(f',{label}="{value}"' for label, value in labels.items())
-    text = gateway.get("/metrics").body.decode()
-    pattern = rf'^shmbus_gateway_{name}\{{bus="{gateway.name}"{wanted}\}} (\S+)$'
-    found = re.search(pattern, text, re.M)
-    return float(found[1]) if found else 0.0
-
-
 def test_metrics_count_by_route_and_status(gateway: Gateway) -> None:
     def counts() -> list[float]:
         route = {"route": "/scored_data"}
         return [
-            count(gateway, "requests_total", **route, status="200"),
-            count(gateway, "requests_total", **route, status="422"),
-            count(gateway, "received_bytes_total", **route),
-            count(gateway, "request_seconds_total", **route),
+            gateway.metric("requests_total", **route, status="200"),
+            gateway.metric("requests_total", **route, status="422"),
+            gateway.metric("received_bytes_total", **route),
+            gateway.metric("request_seconds_total", **route),
         ]
 
     good = json.dumps(scored([1, 2], [3])).encode()
@@ -81,8 +72,8 @@ def test_metrics_count_by_route_and_status(gateway: Gateway) -> None:
     assert (taken, refused, received) == (2, 1, 2 * len(good) + 2)
     assert seconds > 0
     # Unknown routes share a name, whatever clients ask for.
-    others = count(gateway, "requests_total", route="other", status="404")
+    others = gateway.metric("requests_total", route="other", status="404")
     for path in ("/a", "/b"):
         gateway.get(path)
-    assert count(gateway, "requests_total", route="other", status="404") == others + 2
+    assert gateway.metric("requests_total", route="other", status="404") == others + 2
     assert "/a" not in gateway.get("/metrics").body.decode().replace("/scored", "")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, segments_named
+from conftest import Spawner, ends_of, segments_named
 from refusals import INT, SECONDS, Wrong, let_through, of_type, of_value, tells
 from test_style import ROOT
 
@@ -52,11 +52,8 @@ class Ends(SimpleNamespace):
 
 @pytest.fixture
 def ends(bus_name: str) -> Iterator[Ends]:
-    with (
-        Bus.create(bus_name, capacity=65536, max_producers=4) as bus,
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    bus = Bus.create(bus_name, capacity=65536, max_producers=4)
+    with ends_of(bus) as (producer, consumer):
         producer.put("held", group_size=1, index=0, x=X)
         [group] = consumer.take(1, 10)
         slot = producer.reserve("r", group_size=1, index=0, fields={"x": ("i4", (4, 2))})
@@ -502,8 +499,8 @@ def test_a_dead_consumer_is_not_said_to_hold_anything(ends: Ends, spawn: Spawner
         "print('took', flush=True)\n"
         "time.sleep(600)\n",
         ends.bus.name,
+        until="took",
     )
-    child.expect("took")
     assert f"pid {child.pid}" in full_message(ends.producer)
     child.kill()
     message = full_message(ends.producer)

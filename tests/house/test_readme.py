@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Spawner
+from conftest import Spawner, ends_of
 
 import shmbus
 from shmbus.cli import main
@@ -58,11 +58,8 @@ def test_each_command_of_the_readme_exists() -> None:
 
 def test_the_error_of_the_readme_is_a_full_buses_own(bus_name: str) -> None:
     fields = {name: np.zeros(2048, kind) for name, kind in FIELDS.items()}
-    with (
-        shmbus.Bus.create(bus_name, "1MiB"),
-        shmbus.Producer(bus_name) as producer,
-        shmbus.Consumer(bus_name, label="train.py@node3") as consumer,
-    ):
+    bus = shmbus.Bus.create(bus_name, "1MiB")
+    with ends_of(bus, label="train.py@node3") as (producer, consumer):
         with pytest.raises(shmbus.BusFullError) as full:
             for number in range(100):
                 index = number % 8

@@ -185,17 +185,22 @@ def test_each_finalizer_keeps_the_exception_of_a_signal_handler() -> None:
     report([relative(path) for path in products if bare.search(path.read_text())])
 
 
-def test_nothing_is_left_to_do() -> None:
-    # Joined here, to keep this file out of the report.
-    marks = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
+def report_lines(pattern: re.Pattern[str]) -> None:
+    """Report each line of a text that has the pattern."""
     report(
         [
             f"{name}:{number}: {line.strip()}"
             for name, text in texts()
             for number, line in enumerate(text.splitlines(), start=1)
-            if marks.search(line)
+            if pattern.search(line)
         ]
     )
+
+
+def test_nothing_is_left_to_do() -> None:
+    # Joined here, to keep this file out of the report.
+    marks = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
+    report_lines(marks)
 
 
 def test_no_file_names_a_directory_of_a_build_machine() -> None:
@@ -205,11 +210,4 @@ def test_no_file_names_a_directory_of_a_build_machine() -> None:
         re.escape(str(path)) + r"\b" for path in (ROOT, Path.home()) if len(path.parts) > 2
     ]
     machine_path = re.compile(r"(?<![\w.])(?:" + "|".join(directories) + ")")
-    report(
-        [
-            f"{name}:{number}: {line.strip()}"
-            for name, text in texts()
-            for number, line in enumerate(text.splitlines(), start=1)
-            if machine_path.search(line)
-        ]
-    )
+    report_lines(machine_path)

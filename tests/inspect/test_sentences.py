@@ -44,8 +44,7 @@ print("ready", flush=True)
 while then == "wait":
     held += consumer.take_shard(groups=8, timeout=None) if rank else consumer.take(64, timeout=None)
 if then == "end":
-    for group in held:
-        group.ack()
+    consumer.ack(held)
     consumer.close()
 time.sleep(600)
 """
@@ -167,9 +166,7 @@ class Scene:
     def _start(self, line: str, script: str, *arguments: object) -> Child:
         if not self._begun:
             self.begin()
-        child = self._spawn.script(script, self.name, *arguments)
-        child.expect(line)
-        return child
+        return self._spawn.script(script, self.name, *arguments, until=line)
 
     def stop(self, child: Child) -> None:
         """Send SIGSTOP, until the row is over."""
@@ -413,8 +410,7 @@ def daemon_recovers(scene: Scene) -> None:
     trainer = scene.training()
     assert scene.daemon is not None
     scene.stop(trainer)
-    scene.daemon.kill()
-    scene.daemon.start()
+    scene.daemon.restart()
 
 
 def trainer_stopped_since_the_daemon_before(scene: Scene) -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, together, wait_until
+from conftest import Daemon, Spawner, ends_of, together, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer, StallError, StallReport
@@ -60,10 +60,7 @@ def test_a_consumer_says_who_is_missing(served: str, caplog: pytest.LogCaptureFi
 
 
 def test_a_consumer_that_shall_raise_does_and_can_go_on(served: str) -> None:
-    with (
-        Producer(served) as producer,
-        Consumer(served, on_stall="raise", stall_timeout=PERIOD_S) as consumer,
-    ):
+    with ends_of(served, on_stall="raise", stall_timeout=PERIOD_S) as (producer, consumer):
         put(producer, "a", 0, 1, 2)
         with pytest.raises(StallError, match=r"(?s)nothing has moved.*3 of 4") as caught:
             consumer.take(timeout=None)
@@ -83,10 +80,7 @@ def test_a_callback_hears_of_each_period_of_a_stall(served: str) -> None:
         if len(reports) == 3:
             raise KeyboardInterrupt
 
-    with (
-        Producer(served) as producer,
-        Consumer(served, on_stall=hear, stall_timeout=PERIOD_S) as consumer,
-    ):
+    with ends_of(served, on_stall=hear, stall_timeout=PERIOD_S) as (producer, consumer):
         put(producer, "a", 0)
         with pytest.raises(KeyboardInterrupt):
             consumer.take(timeout=None)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, Spawner, ends_of, wait_until
 from msgspec.structs import replace
 from operators import cli
 
@@ -46,8 +46,7 @@ def test_a_bus_in_order_has_no_finding(bus_name: str) -> None:
     with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer, Consumer(bus_name) as taker:
         for index in range(2):
             producer.put("q", group_size=2, index=index, score=1.0, tokens=[1])
-        for taken in taker.take(timeout=5.0):
-            taken.ack()
+        taker.ack(taker.take(timeout=5.0))
         verdict = said(bus_name)
         assert (verdict.level, verdict.findings) == ("good", [])
         assert "1 producer" in verdict.sentence
@@ -112,11 +111,7 @@ def test_who_took_a_request_is_waited_for() -> None:
 
 
 def test_a_bus_that_stands_still_blames_no_producer_for_a_slow_judge(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, label="judge.py") as consumer,
-    ):
+    with ends_of(Bus.create(bus_name, "1MiB"), label="judge.py") as (producer, consumer):
         producer.put("q", group_size=1, index=0, score=1.0, tokens=[1])
         (held,) = consumer.take(1, 10)
         watcher = Watcher(bus_name, groups=10)

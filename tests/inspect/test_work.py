@@ -126,8 +126,7 @@ def test_each_look_checks_some_of_many_producers(bus_name: str, spawn: Spawner) 
         stack.enter_context(Bus.create(bus_name, "1MiB"))
         for number in range(8):
             stack.enter_context(Producer(bus_name, label=f"w{number}"))
-        child = spawn.script(IDLER, bus_name)
-        child.expect("attached")
+        child = spawn.script(IDLER, bus_name, until="attached")
         checks = ProducerChecks(3)
 
         def look() -> tuple[int, str]:

@@ -9,9 +9,9 @@ from collections.abc import Awaitable
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, ends_of
+from conftest import DEFAULT_DEADLINE_S, ends_of, take_rest
 
-from shmbus import Bus, BusFullError, Consumer, Producer
+from shmbus import Bus, BusFullError, Producer
 
 LARGE = np.zeros(20_000, np.uint8)
 
@@ -26,14 +26,6 @@ def fill(producer: Producer) -> list[str]:
         while True:
             producer.put(f"full-{len(keys)}", group_size=1, index=0, x=LARGE, timeout=0)
             keys.append(f"full-{len(keys)}")
-    return keys
-
-
-def taken(consumer: Consumer) -> list[str]:
-    keys: list[str] = []
-    while groups := consumer.take(64, 0):
-        keys += [group.instance_id for group in groups]
-        consumer.ack(groups)
     return keys
 
 
@@ -59,10 +51,10 @@ def test_aput_that_is_cancelled_at_any_await_of_a_full_bus_puts_nothing(bus_name
                 assert await cancelled_after(turns, producer.wait_ready(0.5))
 
         asyncio.run(run())
-        assert taken(consumer) == keys
+        assert take_rest(consumer) == keys
         assert consumer.stats().balanced
         producer.put("next", group_size=1, index=0, x=LARGE, timeout=5)
-        assert taken(consumer) == ["next"]
+        assert take_rest(consumer) == ["next"]
 
 
 def test_of_many_tasks_those_that_are_not_cancelled_put_and_no_others_do(
@@ -75,7 +67,7 @@ def test_of_many_tasks_those_that_are_not_cancelled_put_and_no_others_do(
 
         def drain() -> None:
             while not over.wait(rng.uniform(0, 0.003)):
-                found.extend(taken(consumer))
+                found.extend(take_rest(consumer))
 
         async def put(number: int, done: set[str]) -> None:
             if number % 3 == 0:
@@ -102,7 +94,7 @@ def test_of_many_tasks_those_that_are_not_cancelled_put_and_no_others_do(
         finally:
             over.set()
             thread.join()
-        found += taken(consumer)
+        found += take_rest(consumer)
         assert done == {f"t{number}" for number, gone in enumerate(cancelled) if not gone}
         assert sorted(found) == sorted(done)
         assert 0 < sum(cancelled) <= 200
@@ -127,7 +119,7 @@ def test_ctrl_c_ends_a_loop_that_waits_for_space_and_nothing_is_put(
 
         with pytest.raises(KeyboardInterrupt):
             asyncio.run(run())
-        assert taken(consumer) == keys
+        assert take_rest(consumer) == keys
         producer.put("next", group_size=1, index=0, x=LARGE, timeout=5)
-        assert taken(consumer) == ["next"]
+        assert take_rest(consumer) == ["next"]
         assert consumer.stats().balanced

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from conftest import Daemon
+from conftest import Daemon, together
 
 from shmbus import Bus, Consumer, Feeder, Producer
 from shmbus.batch.uninterrupted import finalizer
@@ -96,9 +96,7 @@ def test_a_fault_of_its_own_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda found: printed.append(found.exc_type))
     Ends(failures=2)
-    thread = threading.Thread(target=Ends, args=(1,))
-    thread.start()
-    thread.join()
+    together(Ends, [1])
     assert printed == [ValueError, ValueError]
 
 

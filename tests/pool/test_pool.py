@@ -83,8 +83,8 @@ def test_a_timeout_says_that_the_publisher_died(bus_name: str, spawn: Spawner) -
         'p = PoolPublisher(sys.argv[1], "weights", spec=PoolSpec(slot_bytes=4096))\n'
         'print("ready", flush=True); time.sleep(600)',
         bus_name,
+        until="ready",
     )
-    child.expect("ready")
     with PoolReader(bus_name, KIND) as reader:
         child.kill()
         with pytest.raises(WaitTimeoutError, match="has died: start it again"):
@@ -103,8 +103,7 @@ def test_a_slow_reader_is_met_by_the_chosen_policy(
 ) -> None:
     publisher = publishers(max_slots=3, when_held=policy, timeout=0.2)
     publish(publisher, 1)
-    child = spawn.script(READER, bus_name)
-    child.expect("leased 1")
+    child = spawn.script(READER, bus_name, until="leased 1")
     publish(publisher, 2)
     if policy == "wait":
         with pytest.raises(WaitTimeoutError, match=rf"replica-3 \(pid {child.pid}\)"):

@@ -63,9 +63,7 @@ def read(bus: str) -> tuple[int, bool]:
 
 
 def rank_child(spawn: Spawner, bus: str, plan: str, *more: object) -> Child:
-    child = spawn.script(RANK, bus, 1, 2, plan, *more)
-    child.expect("ready")
-    return child
+    return spawn.script(RANK, bus, 1, 2, plan, *more, until="ready")
 
 
 @pytest.mark.parametrize(

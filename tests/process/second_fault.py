@@ -18,7 +18,6 @@ import mmap
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from http_requests import free_port
 from recorders import ask
 from relay.connections import open_mailbox
 from stub_engine import END, LETTERS
@@ -64,12 +64,6 @@ STEP_S = 2 * DEADLINE_S
 TOLD = 3000
 
 Value = TypeVar("Value")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def entries(log: Path) -> list[Any]:

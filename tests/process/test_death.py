@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Child, Spawner, wait_until
+from conftest import Child, Spawner, ends_of, wait_until
 
 import shmbus
 
@@ -97,10 +97,8 @@ def test_cycles_of_everything_leave_nothing_behind(
 def test_an_open_reservation_delays_nobody_and_can_still_commit(bus_name: str) -> None:
     capacity = 8 << 20
     with (
-        shmbus.Bus.create(bus_name, capacity),
-        shmbus.Producer(bus_name) as slow,
+        ends_of(shmbus.Bus.create(bus_name, capacity)) as (slow, consumer),
         shmbus.Producer(bus_name) as fast,
-        shmbus.Consumer(bus_name) as consumer,
     ):
         slot = slow.reserve("held", group_size=1, index=0, fields={"data": ("uint8", 50_000)})
         slot["data"][:] = 42
@@ -123,8 +121,7 @@ def test_an_open_reservation_delays_nobody_and_can_still_commit(bus_name: str) -
 def test_a_pid_used_again_proves_nothing(bus_name: str, spawn: Spawner) -> None:
     """Life is told by a lock that the kernel drops, and not by a number in the segment."""
     with shmbus.Bus.create(bus_name, "1MiB") as bus, shmbus.Consumer(bus_name) as consumer:
-        child = spawn.script(WRITER, bus_name, 100)
-        child.expect("ready")
+        child = spawn.script(WRITER, bus_name, 100, until="ready")
         consumer.ack(consumer.take(timeout=5))
         path = Path("/dev/shm") / f"shmbus.{bus_name}"
         assert bus.stats().producers[0].pid == child.pid

@@ -3,14 +3,13 @@
 import json
 import os
 import subprocess
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import doc_pages
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import beside, wait_until
 from recorders import Scene, ask, refused, user
 
 import shmbus
@@ -177,9 +176,7 @@ def test_the_agents_page_runs_an_agent_over_http_and_in_python(scene: Scene) -> 
         swap={"timeout=60.0)) is": "timeout=2)) is"},
     )
     parts = (run_agent, lambda meta, answer: float(answer == "200"))
-    worker = threading.Thread(target=space["run_worker"], args=parts)
-    worker.start()
-    samples = [sample for _ in range(3) for sample in scene.taken()]
-    worker.join(60)
+    with beside(space["run_worker"], *parts):
+        samples = [sample for _ in range(3) for sample in scene.taken()]
     assert [sample.score for sample in samples] == [1.0] * 3
     assert {sample.instance_id for sample in samples} == {"q1", "q2", "q3"}

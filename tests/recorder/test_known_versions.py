@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import Spawner, wait_until
+from http_requests import free_port
 from recorders import ask, refused, user
 from stub_engine import StubEngine
 from versioned_engine import NO_WEIGHTS, version_of
@@ -33,9 +33,7 @@ class Engine:
     """An engine process that restarts at the same address."""
 
     def __init__(self, spawn: Spawner, bus: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._start = lambda: spawn.file(
             Path(__file__).with_name("versioned_engine.py"), self.port, bus

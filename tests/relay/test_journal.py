@@ -213,8 +213,7 @@ time.sleep(600)
 
 @pytest.mark.parametrize("committed", [0, 1, 3, 4])
 def test_a_new_sink_heals_the_journal_first(bus: str, committed: int, spawn: Spawner) -> None:
-    child = spawn.script(CHILD, bus, committed)
-    child.expect("there")
+    child = spawn.script(CHILD, bus, committed, until="there")
     child.kill()
     # Others take the dead one's slot, and commit in its lane, before the next sink looks.
     others = [shmbus.Producer(bus) for _ in range(64)]

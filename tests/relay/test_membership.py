@@ -163,8 +163,7 @@ def test_a_sink_that_cannot_keep_has_not_begun_and_says_why(
 ) -> None:
     path = tmp_path / "kept"
     make(path, buses["t"])  # type: ignore[operator]
-    party = spawn.script(PARTY, "sink", buses["t"], path)
-    party.expect("lacks it")
+    party = spawn.script(PARTY, "sink", buses["t"], path, until="lacks it")
     path.rename(tmp_path / "elsewhere")
     party.expect("begun")
 

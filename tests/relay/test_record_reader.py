@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import Spawner
+from conftest import Spawner, ends_of
 from operators import cli
 from relay.heads import export, make_origin
 
@@ -81,10 +81,8 @@ def test_records_go_from_bus_to_bus_in_groups_and_blocks(bus: str) -> None:
     put(bus, 400, size=900)
     room = bytearray(1 << 20)
     with (
-        shmbus.Bus.create(bus + ".to", "2MiB"),
+        ends_of(shmbus.Bus.create(bus + ".to", "2MiB")) as (sink, consumer),
         RecordReader(bus) as reader,
-        shmbus.Producer(bus + ".to") as sink,
-        shmbus.Consumer(bus + ".to") as consumer,
     ):
         taken = 0
         while polled := reader.poll(100)[0]:
@@ -160,8 +158,7 @@ with RecordReader(sys.argv[1]) as reader:
 
 def test_a_killed_reader_leaves_its_records_to_the_next(bus: str, spawn: Spawner) -> None:
     put(bus, 10)
-    child = spawn.script(READ_AND_DIE, bus)
-    child.expect("ready")
+    child = spawn.script(READ_AND_DIE, bus, until="ready")
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     with RecordReader(bus) as reader:

@@ -173,8 +173,7 @@ def test_records_of_any_number_of_nodes_cross_at_once(bus_name: str, nodes: int,
     ):
         groups = take_groups(consumer, nodes // size)
         assert sorted(int(t["tokens"][0]) for group in groups for t in group) == list(range(nodes))
-        for group in groups:
-            group.ack()
+        consumer.ack(groups)
         wait_until(lambda: len(sources.released) == nodes)
         wait_until(lambda: not made.parties[names["t"]].sink.settled)
     for name in names.values():

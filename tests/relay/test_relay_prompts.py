@@ -357,8 +357,7 @@ def test_stragglers_are_left(bus_name: str, maker: Callable[[str], Callable[[int
         for number in range(300):
             feeder.request(f"q{number}", group_size=4, prompt=np.zeros(5, np.int32), timeout=0.0)
             work(number)
-            for group in consumer.take(timeout=0.0):
-                group.ack()
+            consumer.ack(consumer.take(timeout=0.0))
     shmbus.unlink(bus_name)
 
 

@@ -210,8 +210,7 @@ def test_groups_of_a_split_that_the_trainer_has_not_wait_are_told_once_and_come_
             wait_until(lambda: made.coordinator.note().ready == 12)
             found = take_groups(consumer, 3, split="warmup")
             assert sorted(group.instance_id for group in found) == ["q1", "q2", "q4"]
-            for group in found:
-                group.ack()
+            consumer.ack(found)
             wait_until(lambda: stats(a).undelivered == stats(b).undelivered == 0)
             assert made.coordinator.note().unplaced == []
 

@@ -32,8 +32,7 @@ def test_a_bus_of_another_version_is_told(bus_name: str, spawn: Spawner, kind: s
     with Path(shm_path(bus_name)).open("r+b") as segment:
         segment.seek(8)
         segment.write(bytes([99, 0, 0, 0]))
-    party = spawn.script(PARTY, kind, bus_name)
-    party.expect("another version")
+    party = spawn.script(PARTY, kind, bus_name, until="another version")
     shmbus.unlink(bus_name)
     shmbus.Bus.create(bus_name, "4MiB").close()
     party.expect("it works")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, next_request, wait_until
+from conftest import Spawner, next_request, wait_until, work_until
 
 import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer
@@ -86,7 +86,7 @@ def test_an_engine_that_refuses_for_seconds_gives_up_nothing(
     offer(bus_name)
     with consumer() as mine:
         workers = [spawn.script(WORKER, bus_name, engine, "fail") for _ in range(2)]
-        wait_until(lambda: mine.take(timeout=0.05) == [] and mine.stats().lane_pause)
+        work_until(mine, lambda: mine.stats().lane_pause)
         pause = mine.stats().lane_pause
         assert pause is not None and pause.reason.startswith("the last ")
         assert "samples all failed: ConnectionRefusedError(111" in pause.reason
@@ -125,8 +125,7 @@ def test_what_is_given_back_uses_up_nothing_and_is_no_hot_loop(
     engine = tmp_path / "engine"
     offer(bus.name)
     with Consumer(bus.name, retry_backoff=(0.1, 1.0)) as mine:
-        worker = spawn.script(WORKER, bus.name, engine, "release")
-        worker.expect("ready")
+        worker = spawn.script(WORKER, bus.name, engine, "release", until="ready")
         for _ in range(30):
             assert mine.take(timeout=0.05) == []
         engine.touch()
@@ -150,7 +149,7 @@ def test_a_pause_outlives_the_trainer_and_its_successor_goes_on(
             caplog.at_level(logging.WARNING, "shmbus.requests"),
             Consumer(bus_name, **options) as c,
         ):
-            wait_until(lambda: c.take(timeout=0.05) == [] and c.stats().lane_pause)
+            work_until(c, lambda: c.stats().lane_pause)
         assert len([r for r in caplog.records if "requests pause" in r.getMessage()]) == 1
         before = read_status(bus_name)
         assert before.lane_pause is not None
@@ -172,7 +171,7 @@ def test_an_operators_pause_wins(bus: Bus, feeder: Feeder) -> None:
             feeder.request(f"q{number}", group_size=SIZE)
         for request in producer.requests.next_many(40):
             producer.requests.fail(request, "refused")
-        wait_until(lambda: consumer.take(timeout=0.05) == [] and consumer.stats().lane_pause)
+        work_until(consumer, lambda: consumer.stats().lane_pause)
         bus.pause("loading weights")
         assert producer.requests.next(0.3) is None
         status = read_status(bus.name)
@@ -181,7 +180,7 @@ def test_an_operators_pause_wins(bus: Bus, feeder: Feeder) -> None:
         probe = next_request(producer)
         assert producer.requests.next(0) is None, "one at a time"
         assert producer.requests.answer(probe, score=1.0, tokens=[1])
-        wait_until(lambda: consumer.take(timeout=0.05) == [] and not consumer.stats().lane_pause)
+        work_until(consumer, lambda: not consumer.stats().lane_pause)
         assert producer.requests.next(10) is not None
 
 

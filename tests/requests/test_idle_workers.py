@@ -98,8 +98,7 @@ def test_what_a_dead_worker_had_comes_to_a_waiting_one_although_a_look_was_just_
     bus: Bus, feeder: Feeder, spawn: Spawner
 ) -> None:
     feeder.request("q", group_size=1)
-    worker = spawn.script(HOLDS, bus.name)
-    worker.expect("holds")
+    worker = spawn.script(HOLDS, bus.name, until="holds")
     with Producer(bus.name) as other:
         assert other.requests.next(0.6) is None  # has looked
         worker.send_signal(signal.SIGKILL)

@@ -1,11 +1,10 @@
 """A sample is in one hand: late answers of retries, of first tries, and of recorder sessions."""
 
-import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import beside, wait_until
 from lane import take_all
 
 from shmbus import Bus, Feeder, Producer, Request
@@ -119,17 +118,13 @@ def test_an_answer_that_waits_for_space_at_its_deadline_is_not_put(
             while True:
                 other.put(f"f{fill}", group_size=2, index=0, x=big, timeout=0)
                 fill += 1
-        said: list[bool] = []
-        waits = threading.Thread(target=lambda: said.append(late.requests.answer(held, x=big)))
-        waits.start()
-        wait_until(lambda: bus._segment.space_wanted())
-        pump(collector, 2 * RETRY_S)
-        pump(collector, 3 * GROUP_S)  # the others' groups fail, and are asked for
-        for now_s in np.arange(3 * GROUP_S, 8 * GROUP_S, RETRY_S):
-            pump(collector, float(now_s))
-        wait_until(lambda: bool(said))
-        waits.join()
-        assert said == [False] and late._counts()[0] == 1  # the report of the failure
+        with beside(late.requests.answer, held, x=big) as answered:
+            wait_until(lambda: bus._segment.space_wanted())
+            pump(collector, 2 * RETRY_S)
+            pump(collector, 3 * GROUP_S)  # the others' groups fail, and are asked for
+            for now_s in np.arange(3 * GROUP_S, 8 * GROUP_S, RETRY_S):
+                pump(collector, float(now_s))
+        assert answered.result() is False and late._counts()[0] == 1  # the report of the failure
         collector.close()
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Spawner, ends_of, wait_until, work_until
 from counted_calls import count
 from counted_work import instructions
+from lane import held
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -47,10 +48,6 @@ with shmbus.Consumer(sys.argv[1]) as consumer:
     for group in consumer:
         group.ack()
 """
-
-
-def held(bus: Bus) -> int:
-    return _core.lead_state(bus._segment)[1]
 
 
 @pytest.fixture
@@ -94,14 +91,13 @@ def test_many_workers_that_share_large_groups_get_through_a_bound_of_one(
 
 
 def test_the_claim_of_a_worker_that_died_is_free_again(one: Bus, spawn: Spawner) -> None:
-    holder = spawn.script(HOLDER, one.name)
-    holder.expect("holds")
+    holder = spawn.script(HOLDER, one.name, until="holds")
     with Producer(one.name) as producer, Consumer(one.name) as consumer:
         with pytest.raises(shmbus.BusFullError):
             put(producer, "b", 0)
         put(producer, "held", 1)  # a sibling of a begun sample
         holder.kill()
-        wait_until(lambda: consumer.take(timeout=0.01) == [] and consumer.stats().in_ring == 0)
+        work_until(consumer, lambda: consumer.stats().in_ring == 0)
         time.sleep(1.5)  # a sweep; the open group keeps its place
         consumer.take(timeout=0.05)
         assert held(one) == 1
@@ -113,16 +109,10 @@ def test_the_claim_of_a_worker_that_died_is_free_again(one: Bus, spawn: Spawner)
 def test_a_claim_without_any_sample_is_free_after_its_owners_death(
     one: Bus, spawn: Spawner
 ) -> None:
-    holder = spawn.script(HOLDER, one.name)
-    holder.expect("holds")
+    holder = spawn.script(HOLDER, one.name, until="holds")
     holder.kill()
     with Producer(one.name) as producer, Consumer(one.name) as consumer:
-
-        def begins() -> bool:
-            consumer.take(timeout=0.05)
-            return held(one) == 0
-
-        wait_until(begins)
+        work_until(consumer, lambda: held(one) == 0)
         put(producer, "b", 0)
 
 
@@ -216,12 +206,7 @@ def test_reports_of_failures_wait_for_nobody_and_a_group_given_up_makes_room(one
         put(producer, "a", 0)
         producer.fail("b", 0, "crashed", group_size=2, timeout=0)
         producer.fail("a", 1, "crashed", group_size=2, timeout=0)
-
-        def made_room() -> bool:
-            assert consumer.take(timeout=0.05) == []
-            return held(one) == 0
-
-        wait_until(made_room)
+        work_until(consumer, lambda: held(one) == 0)
         assert consumer.stats().dropped["failed"] == 2
 
 
@@ -260,29 +245,26 @@ def test_surplus_samples_hold_no_place(one: Bus) -> None:
             producer.put("a", group_size=2, index=index, round=1, x=X)
         consumer.take(timeout=10)[0].ack()
         producer.put("a", group_size=2, index=0, round=1, x=X)  # begins, to its knowledge
-        wait_until(lambda: consumer.take(timeout=0.05) == [] and held(one) == 0)
+        work_until(consumer, lambda: held(one) == 0)
         assert consumer.stats().dropped == {"surplus": 1}
 
 
 def test_no_place_is_lost_by_deaths_of_the_consumer(one: Bus, spawn: Spawner) -> None:
     workers = [spawn.script(WORKER, one.name, index, 2, 60) for index in range(2)]
     for _ in range(4):
-        trainer = spawn.script(TRAINER, one.name)
-        trainer.expect("reads")
+        trainer = spawn.script(TRAINER, one.name, until="reads")
         time.sleep(0.05)
         trainer.kill()
     with Consumer(one.name) as consumer:
 
         def all_done() -> bool:
-            for group in consumer.take(16, timeout=0.05):
-                group.ack()
+            consumer.ack(consumer.take(16, timeout=0.05))
             return not any(worker.running for worker in workers)
 
         wait_until(all_done, 60)
         for worker in workers:
             worker.finish()
-        for group in consumer.take(16, timeout=0.2):
-            group.ack()
+        consumer.ack(consumer.take(16, timeout=0.2))
         assert held(one) == 0
         assert consumer.stats().acknowledged >= 120
 
@@ -317,18 +299,14 @@ def test_a_daemon_that_leases_makes_room_as_a_consumer_does(
                 group.ack()
                 seen += 1
                 if seen == 10:
-                    server.kill()
-                    server.start()
+                    server.restart()
     for worker in workers:
         worker.finish()
 
 
 def test_a_bound_in_versions_follows_what_the_trainer_takes(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB", max_lead_versions=1) as bus,
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    bus = Bus.create(bus_name, "1MiB", max_lead_versions=1)
+    with ends_of(bus) as (producer, consumer):
         number = 0
 
         def fill() -> int:
@@ -364,11 +342,8 @@ def test_a_bound_in_versions_follows_what_the_trainer_takes(bus_name: str) -> No
 
 def test_a_trainer_that_takes_what_there_is_does_not_raise_its_own_bound(bus_name: str) -> None:
     """Groups leave ahead of the batch, and the version is set before the acknowledgement."""
-    with (
-        Bus.create(bus_name, "1MiB", max_lead_versions=1) as bus,
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    bus = Bus.create(bus_name, "1MiB", max_lead_versions=1)
+    with ends_of(bus) as (producer, consumer):
         number = 0
         pool: list[shmbus.Group] = []
         ahead = []

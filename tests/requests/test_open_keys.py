@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SHM_DIR, next_request
+from conftest import SHM_DIR, ends_of, next_request
 from counted_work import instructions
 
 from shmbus import Bus, Consumer, Producer
@@ -25,11 +25,7 @@ BEGUN, ENDED = 96, 3
 def test_keys_and_counts_follow_what_is_offered_and_ends(bus_name: str, seed: int) -> None:
     rng = random.Random(seed)
     open_: list[tuple[str, int | None, str]] = []
-    with (
-        Bus.create(bus_name, "8MiB"),
-        Consumer(bus_name) as consumer,
-        Producer(bus_name) as producer,
-    ):
+    with ends_of(Bus.create(bus_name, "8MiB")) as (producer, consumer):
         for round_ in range(200):
             if rng.random() < 0.6:
                 key = (f"q{rng.randrange(5)}", rng.choice([round_, None]), "train")

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, ends_of, next_request, wait_until
+from conftest import Daemon, Spawner, ends_of, next_request, wait_until, work_until
 from lane import ask, take_all, totals
 
 import shmbus
-from shmbus import Bus, Consumer, Feeder, Producer, Request
+from shmbus import Bus, Consumer, Feeder, Producer
 from shmbus.inspect.status import read_status
 from shmbus.inspect.text import status_text
 from shmbus.stash.stash import Stash
@@ -67,10 +67,7 @@ print("done", flush=True)
 
 
 def test_a_failed_sample_comes_again_with_its_prompt(bus: Bus, feeder: Feeder) -> None:
-    with (
-        Producer(bus.name) as producer,
-        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
-    ):
+    with ends_of(bus, sample_retries=1, retry_backoff=(0, 0)) as (producer, consumer):
         feeder.request("q", group_size=2, round=4, meta="m", prompt=np.arange(3))
         first, second = take_all(producer)
         assert producer.requests.answer(second, x=X)
@@ -88,26 +85,16 @@ def test_a_failed_sample_comes_again_with_its_prompt(bus: Bus, feeder: Feeder) -
 
 
 def test_a_retry_that_is_released_or_fails_for_good(bus: Bus, feeder: Feeder) -> None:
-    with (
-        Producer(bus.name) as producer,
-        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
-    ):
+    with ends_of(bus, sample_retries=1, retry_backoff=(0, 0)) as (producer, consumer):
         feeder.request("q", group_size=1)
         (first,) = take_all(producer)
         producer.requests.fail(first, "one")
-        found: list[Request] = []
-        wait_until(
-            lambda: (
-                (consumer.take(timeout=0.01) == [] and found.extend(take_all(producer))) or found
-            )
-        )
-        assert producer.requests.release(found[0])
+        (again,) = ask(consumer, producer)
+        assert producer.requests.release(again)
         assert producer.requests.next(0) is None, "it is not given back at once"
         retry = next_request(producer)
         assert producer.requests.fail(retry, "two")
-        wait_until(
-            lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0
-        )
+        work_until(consumer, lambda: consumer.stats().requests.groups == 0)
         assert consumer.stats().dropped == {"failed": 2}
 
 
@@ -121,9 +108,7 @@ def test_a_group_that_is_dropped_ends_its_request(bus: Bus, feeder: Feeder) -> N
             )
         (group,) = consumer.take(timeout=10)
         consumer.drop(group)
-        wait_until(
-            lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0
-        )
+        work_until(consumer, lambda: consumer.stats().requests.groups == 0)
         assert consumer.stats().requests.balanced
 
 
@@ -140,21 +125,16 @@ def test_a_request_ends_with_its_trained_samples_though_none_answered_the_reques
         assert len(names) == 2
     with Consumer(bus.name) as consumer:
         consumer.end_trained(names)
-        wait_until(lambda: consumer.take(timeout=0.01) == [] and not consumer.open_requests())
+        work_until(consumer, lambda: not consumer.open_requests())
 
 
 def test_a_group_whose_time_is_over_hands_out_nothing_more(bus: Bus, feeder: Feeder) -> None:
-    with (
-        Producer(bus.name) as producer,
-        Consumer(bus.name, group_timeout=0.2, on_timeout="drop") as consumer,
-    ):
+    with ends_of(bus, group_timeout=0.2, on_timeout="drop") as (producer, consumer):
         feeder.request("slow", group_size=3)
         first, second = producer.requests.next(5), producer.requests.next(5)
         assert first is not None and second is not None
         producer.requests.answer(first, x=X)
-        wait_until(
-            lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 0
-        )
+        work_until(consumer, lambda: consumer.stats().requests.groups == 0)
         assert not producer.requests.is_wanted(second)
         assert not producer.requests.answer(second, x=X), "it would begin another group"
         assert producer.requests.next(0) is None
@@ -203,8 +183,7 @@ def test_what_a_dead_worker_had_in_hand_is_given_to_others_without_a_consumer(
     bus: Bus, producer: Producer, feeder: Feeder, spawn: Spawner
 ) -> None:
     feeder.request("q", group_size=4)
-    taker = spawn.script(TAKER, bus.name, 3)
-    taker.expect("all")
+    taker = spawn.script(TAKER, bus.name, 3, until="all")
     assert next_request(producer).index == 3
     assert producer.requests.next(0.05) is None
     taker.kill()
@@ -217,8 +196,7 @@ def test_a_stopped_worker_keeps_what_it_has(
     bus: Bus, producer: Producer, feeder: Feeder, spawn: Spawner
 ) -> None:
     feeder.request("q", group_size=1)
-    taker = spawn.script(TAKER, bus.name, 1)
-    taker.expect("all")
+    taker = spawn.script(TAKER, bus.name, 1, until="all")
     taker.send_signal(signal.SIGSTOP)
     with Consumer(bus.name) as consumer:
         assert producer.requests.next(1.2) is None
@@ -274,8 +252,7 @@ def test_a_collector_learns_of_every_request_that_is_offered_while_it_looks(
     # rows opened meanwhile, the older may lie behind the look and the newer before.
     with Bus.create(bus_name, "4MiB", request_capacity="256KiB") as bus:
         requests = Requests(bus._segment)
-        feeder = spawn.script(FEEDER, bus_name, 0, 20_000, 1, 10)
-        feeder.expect("feeds")
+        feeder = spawn.script(FEEDER, bus_name, 0, 20_000, 1, 10, until="feeds")
         ended, moved = 0, time.monotonic()
         while ended < 20_000 and time.monotonic() < moved + 15:
             requests._learn()
@@ -341,22 +318,14 @@ def test_groups_are_begun_as_others_are_delivered_and_their_samples_never_wait(
 
 def test_a_failed_group_lets_the_next_begin(bus_name: str) -> None:
     with (
-        Bus.create(bus_name, "4MiB", max_lead=1),
+        ends_of(Bus.create(bus_name, "4MiB", max_lead=1)) as (producer, consumer),
         Feeder(bus_name) as feeder,
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
     ):
         for name in "ab":
             feeder.request(name, group_size=1)
         (request,) = take_all(producer)
         producer.requests.fail(request, "no")
-        found: list[Request] = []
-        wait_until(
-            lambda: (
-                (consumer.take(timeout=0.02) == [] and found.extend(take_all(producer))) or found
-            )
-        )
-        assert found[0].instance_id == "b"
+        assert ask(consumer, producer)[0].instance_id == "b"
 
 
 # -- seen from outside
@@ -379,9 +348,7 @@ def test_a_status_says_what_the_lane_holds_and_how_far_producers_are_ahead(bus_n
         for request in requests[:3]:
             assert request is not None and producer.requests.answer(request, x=X)
         consumer.take(1, timeout=10)[0].ack()
-        wait_until(
-            lambda: consumer.take(timeout=0.05) == [] and consumer.stats().requests.groups == 3
-        )
+        work_until(consumer, lambda: consumer.stats().requests.groups == 3)
         status = read_status(bus_name)
         assert status.requests is not None and status.lead is not None
         seen = status.requests
@@ -409,7 +376,7 @@ def test_a_group_that_a_restored_bus_gave_up_is_made_when_it_is_offered_again(
     store.take(bus.name, tmp_path / "saved")
     store.restore(tmp_path / "saved", restored)
     with Consumer(restored, **options) as consumer, Producer(restored) as producer:
-        wait_until(lambda: not consumer.take(timeout=0.01) and consumer.stats().groups_given_up)
+        work_until(consumer, lambda: consumer.stats().groups_given_up)
         consumer.request("q", group_size=1, round=0)
         (request,) = ask(consumer, producer)
         assert producer.requests.answer(request, tokens=[1])
@@ -429,12 +396,8 @@ def test_a_dropped_group_asks_the_stash_for_its_own_key_however_many_groups_are_
         asked.append(key)
         return find(stash, key)
 
-    with (
-        Bus.create(bus_name, "8MiB") as bus,
-        Feeder(bus_name) as feeder,
-        Producer(bus_name) as producer,
-        Consumer(bus_name, skip_zero_variance=True) as consumer,
-    ):
+    bus = Bus.create(bus_name, "8MiB")
+    with ends_of(bus, skip_zero_variance=True) as (producer, consumer), Feeder(bus_name) as feeder:
         for number in range(40):
             feeder.request(f"open-{number}", group_size=2)
         for _ in range(40):

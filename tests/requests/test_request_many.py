@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import ends_of, wait_until, work_until
 from lane import take_all, totals
 
 import shmbus
@@ -70,7 +70,7 @@ def test_failed_samples_come_first_among_several(bus: Bus, feeder: Feeder) -> No
         for request in producer.requests.next_many(2):
             producer.requests.fail(request, "no answer")
         feeder.request_many(items(1, 2))
-        wait_until(lambda: consumer.take(timeout=0.01) == [] and consumer.stats().samples_wanted)
+        work_until(consumer, lambda: consumer.stats().samples_wanted)
         found = producer.requests.next_many(1)
         assert [r.instance_id for r in found] == ["1"], "it has just failed those of 0"
         found = other.requests.next_many(4)
@@ -97,19 +97,14 @@ def test_a_loop_takes_several_and_answers_them(bus: Bus, feeder: Feeder) -> None
         assert asyncio.run(work(producer)) == 12
         groups = consumer.take(10, timeout=10)
         assert sorted(group.instance_id for group in groups) == ["0", "1", "2", "4", "5"]
-        for group in groups:
-            group.ack()
-        wait_until(lambda: consumer.take(timeout=0.01) == [] and totals(bus)[5] == 0)
+        consumer.ack(groups)
+        work_until(consumer, lambda: totals(bus)[5] == 0)
         assert consumer.stats().dropped == {"failed": 2}
 
 
 def test_a_full_lane_says_how_many_were_offered_and_the_others_follow(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "1MiB", request_capacity="64KiB") as bus,
-        Feeder(bus_name) as feeder,
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    bus = Bus.create(bus_name, "1MiB", request_capacity="64KiB")
+    with ends_of(bus) as (producer, consumer), Feeder(bus_name) as feeder:
         wanted = items(0, 80, size=1)
         with pytest.raises(shmbus.BusFullError) as caught:
             feeder.request_many(wanted, timeout=0.05)
@@ -119,8 +114,7 @@ def test_a_full_lane_says_how_many_were_offered_and_the_others_follow(bus_name: 
         def drain() -> None:
             for request in producer.requests.next_many(80, timeout=0):
                 producer.requests.answer(request, x=X)
-            for group in consumer.take(80, timeout=0.01):
-                group.ack()
+            consumer.ack(consumer.take(80, timeout=0.01))
 
         rest = wanted[accepted:]
         while rest:

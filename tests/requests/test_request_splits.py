@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, wait_until
-from lane import ask, take_all, totals
+from conftest import Daemon, Spawner, ends_of, wait_until, work_until
+from lane import ask, held, take_all, totals
 
 import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer
-from shmbus_ext import _core
 
 X = np.zeros(4, np.float32)
 
@@ -23,10 +22,6 @@ group.ack()
 print("acknowledged", flush=True)
 time.sleep(600)
 """
-
-
-def held(bus: Bus) -> int:
-    return _core.lead_state(bus._segment)[1]
 
 
 @pytest.fixture
@@ -76,16 +71,10 @@ def test_the_places_of_open_groups_of_each_split_outlive_a_check(two: Bus, spawn
         put(producer, 0)
         put(producer, 0, "eval")
         put(producer, 1, "eval")
-        trainer = spawn.script(TRAINER, two.name, "eval")
-        trainer.expect("acknowledged")
+        trainer = spawn.script(TRAINER, two.name, "eval", until="acknowledged")
         trainer.kill()
         with Consumer(two.name) as consumer:  # checks the dead consumer's remains
-
-            def one() -> bool:
-                assert consumer.take(timeout=0.05) == []
-                return held(two) == 1
-
-            wait_until(one)
+            work_until(consumer, lambda: held(two) == 1)
             put(producer, 1)
             consumer.take(timeout=10)[0].ack()
             assert held(two) == 0
@@ -114,10 +103,7 @@ def test_a_group_that_ends_ends_the_request_of_its_split(bus: Bus, feeder: Feede
 def test_a_failed_sample_of_a_split_comes_again_with_its_own_prompt(
     bus: Bus, feeder: Feeder
 ) -> None:
-    with (
-        Producer(bus.name) as producer,
-        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
-    ):
+    with ends_of(bus, sample_retries=1, retry_backoff=(0, 0)) as (producer, consumer):
         feeder.request("q", group_size=1, round=0, prompt=np.full(2, 7))
         feeder.request("q", group_size=1, round=0, split="eval", prompt=np.full(2, 8))
         training, evaluation = take_all(producer)
@@ -134,10 +120,7 @@ def test_a_failed_sample_of_a_split_comes_again_with_its_own_prompt(
 
 
 def test_a_retry_of_a_split_that_fails_gives_up_its_own_group(bus: Bus, feeder: Feeder) -> None:
-    with (
-        Producer(bus.name) as producer,
-        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
-    ):
+    with ends_of(bus, sample_retries=1, retry_backoff=(0, 0)) as (producer, consumer):
         feeder.request("q", group_size=2, need=1, round=0, split="eval", prompt=np.ones(2))
         feeder.request("q", group_size=2, round=0, prompt=np.ones(2))
         requests = take_all(producer)
@@ -146,12 +129,7 @@ def test_a_retry_of_a_split_that_fails_gives_up_its_own_group(bus: Bus, feeder: 
         for again in ask(consumer, producer):
             assert (again.split, again.need) == ("eval", 1)
             assert producer.requests.fail(again, "second time")
-
-        def over() -> bool:
-            assert consumer.take(timeout=0.01) == []
-            return consumer.stats().requests.groups == 1
-
-        wait_until(over)
+        work_until(consumer, lambda: consumer.stats().requests.groups == 1)
         for request in requests[2:]:
             assert producer.requests.answer(request, x=X)
         consumer.take(timeout=10)[0].ack()
@@ -167,12 +145,11 @@ def test_a_request_of_a_split_is_closed_by_the_next_collector(
         evaluation, training = take_all(producer)
         assert producer.requests.answer(training, x=X)
         assert producer.requests.answer(evaluation, x=X)
-        trainer = spawn.script(TRAINER, bus.name, "eval")
-        trainer.expect("acknowledged")
+        trainer = spawn.script(TRAINER, bus.name, "eval", until="acknowledged")
         trainer.kill()
         with Consumer(bus.name) as consumer:
             (group,) = consumer.take(timeout=30)
-            wait_until(lambda: consumer.take(timeout=0.01) == [] and totals(bus)[5] == 1)
+            work_until(consumer, lambda: totals(bus)[5] == 1)
             group.ack()
             assert consumer.stats().requests.groups == 0 and consumer.stats().balanced
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
-from conftest import Daemon, next_request
+from conftest import Daemon, beside, next_request
 from lane import take_all, totals
 from supervisor import forked
 
@@ -166,12 +166,10 @@ def test_a_worker_sleeps_until_something_is_offered(bus: Bus, producer: Producer
         with Feeder(bus.name) as feeder:
             feeder.request("q", group_size=1)
 
-    thread = threading.Thread(target=offer)
-    thread.start()
-    before = time.process_time()
-    request = producer.requests.next(30)
-    spent_s = time.process_time() - before
-    thread.join()
+    with beside(offer):
+        before = time.process_time()
+        request = producer.requests.next(30)
+        spent_s = time.process_time() - before
     assert request is not None and request.instance_id == "q"
     assert spent_s < 0.25, "it did not sleep"
 
@@ -235,16 +233,12 @@ def test_a_full_lane_waits_and_says_who_serves_it(bus_name: str) -> None:
         with pytest.raises(shmbus.RecordTooLargeError, match="request_capacity"):
             feeder.request("large", group_size=2, prompt=np.zeros(10_000))
         with Producer(bus_name) as producer, Consumer(bus_name) as consumer:
-            waiting = threading.Thread(
-                target=feeder.request, args=("last",), kwargs={"group_size": 2, "prompt": prompt}
-            )
-            waiting.start()
-            for _ in range(2):
-                request = next_request(producer)
-                producer.requests.answer(request, x=X)
-            consumer.take(1, timeout=10)[0].ack()
-            waiting.join(30)
-            assert not waiting.is_alive()
+            with beside(feeder.request, "last", group_size=2, prompt=prompt) as waiting:
+                for _ in range(2):
+                    request = next_request(producer)
+                    producer.requests.answer(request, x=X)
+                consumer.take(1, timeout=10)[0].ack()
+                waiting.result(30)
             assert totals(bus) == (2 * offered + 2, 2 * offered, 0, 2, 0, offered)
 
 

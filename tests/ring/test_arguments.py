@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import segments_named, wait_until
+from conftest import ends_of, segments_named, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -55,10 +55,7 @@ def test_an_error_within_the_iterable_is_its_own(bus: Bus) -> None:
 
 
 def test_a_reason_with_surrogates_is_still_a_reason(bus: Bus) -> None:
-    with (
-        Producer(bus.name) as producer,
-        Consumer(bus.name, sample_retries=1, retry_backoff=(0, 0)) as consumer,
-    ):
+    with ends_of(bus, sample_retries=1, retry_backoff=(0, 0)) as (producer, consumer):
         producer.fail("a", 0, "no utf-8: \udcff", group_size=2)
         assert consumer.take(timeout=0) == []
         (wanted,) = producer.requests.retries()

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import RUN_PREFIX
+from conftest import RUN_PREFIX, ends_of
 
 import shmbus
 from shmbus import Bus, Consumer, Feeder, Producer
@@ -61,12 +61,8 @@ BAD_REQUESTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def wide() -> Iterator[tuple[Bus, Producer, Consumer, Feeder]]:
     """A bus with room for a list of a million tokens; stays empty."""
     name = f"{RUN_PREFIX}bad-input"
-    with (
-        Bus.create(name, "32MiB", max_producers=2, schema=SCHEMA) as bus,
-        Producer(name) as producer,
-        Consumer(name) as consumer,
-        Feeder(name) as feeder,
-    ):
+    bus = Bus.create(name, "32MiB", max_producers=2, schema=SCHEMA)
+    with ends_of(bus) as (producer, consumer), Feeder(name) as feeder:
         yield bus, producer, consumer, feeder
 
 

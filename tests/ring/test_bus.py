@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, ends_of
+from conftest import Spawner, ends_of, take_rest
 from fork_server import TEMPLATE
 
 import shmbus
@@ -39,14 +39,6 @@ def path_of(name: str) -> Path:
 
 def put(producer: Producer, key: str, **more: Any) -> None:
     producer.put(key, **{"group_size": 1, "index": 0, "x": np.arange(30), "timeout": 20, **more})
-
-
-def names_taken(consumer: Consumer) -> list[str]:
-    taken: list[str] = []
-    while groups := consumer.take(64, 0):
-        taken += [group.instance_id for group in groups]
-        consumer.ack(groups)
-    return taken
 
 
 # --- making, finding, removing
@@ -97,7 +89,7 @@ def test_a_bus_is_created_once_and_the_loser_changes_nothing(bus: Bus) -> None:
         put(producer, "a")
         with pytest.raises(shmbus.BusExistsError, match=rf"Bus.open\({bus.name!r}\)"):
             Bus.create(bus.name, capacity="2MiB")
-        assert names_taken(consumer) == ["a"]
+        assert take_rest(consumer) == ["a"]
 
 
 def test_the_block_of_its_creator_removes_a_bus_and_no_other_block_does(bus_name: str) -> None:
@@ -161,8 +153,7 @@ def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
     assert len(ids) == 24
     del producers[:20]
     producers.pop().close()
-    child = spawn.script(ATTACHES, bus.name)
-    child.expect("attached")
+    child = spawn.script(ATTACHES, bus.name, until="attached")
     with pytest.raises(shmbus.BusBusyError):
         Producer(bus.name)
     child.kill()
@@ -170,7 +161,7 @@ def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
         for number, producer in enumerate([*producers, last]):
             put(producer, f"k{number}")
             producer.close()
-        assert sorted(names_taken(consumer)) == ["k0", "k1", "k2", "k3"]
+        assert sorted(take_rest(consumer)) == ["k0", "k1", "k2", "k3"]
 
 
 # --- forks and pickles
@@ -216,7 +207,7 @@ def test_a_forked_child_gets_errors_and_handles_of_its_own_and_its_parent_goes_o
         slot.commit()
         group.ack()
         assert consumer.policy_version == 0
-        assert sorted(names_taken(consumer)) == ["b", "child", "slot"]
+        assert sorted(take_rest(consumer)) == ["b", "child", "slot"]
         ledger = consumer.stats()
         assert (ledger.acknowledged, ledger.balanced) == (4, True)
 
@@ -242,7 +233,7 @@ def test_what_a_forked_child_inherited_neither_changes_nor_reaches_the_ring(bus:
         [kept] = consumer.take(1, 10)
         for number in range(3 * bus.capacity // 8000):
             put(one, f"n{number}", x=np.zeros(1000))
-            names_taken(consumer)
+            take_rest(consumer)
         moved_on.set()
         process.join(30)
         assert np.array_equal(kept[0]["x"], np.full(1000, 3))
@@ -265,7 +256,7 @@ def test_handles_pickle_by_name_and_attach_anew(bus: Bus) -> None:
     original.close()
     with consumer:
         # A group of one has no variance either.
-        assert names_taken(consumer) == []
+        assert take_rest(consumer) == []
         assert consumer.stats().dropped == {"zero_variance": 4}
     never_used = pickle.loads(pickle.dumps(consumer))
     never_used.close()
@@ -394,7 +385,7 @@ def flip_one(bus_name: str, byte: int, bit: int, late: bool, aborted: bool) -> s
     ):
         with Consumer(bus_name) as earlier:
             put(hurt, "before")
-            names_taken(earlier)
+            take_rest(earlier)
         consumer = None if late else stack.enter_context(Consumer(bus_name))
         put(hurt, "first")
         slot = hurt.reserve("middle", group_size=1, index=0, fields={"x": ("i8", 30)})
@@ -404,12 +395,12 @@ def flip_one(bus_name: str, byte: int, bit: int, late: bool, aborted: bool) -> s
         raw.flip(raw.find(b"middle") + byte, bit)
         consumer = consumer or stack.enter_context(Consumer(bus_name))
         put(other, "other")
-        taken = sorted(names_taken(consumer))
+        taken = sorted(take_rest(consumer))
         ledger = consumer.stats()
         # A lane goes on at the latest with its next run.
         for number in range(10):
             put(hurt, f"n{number}", x=np.zeros(2000, np.uint8))
-        later = names_taken(consumer)
+        later = take_rest(consumer)
         missing = 4 - aborted - len(taken)
         # An untrustworthy length hides the rest behind it.
         good = taken in (["first", "last", "other"], ["first", "other"]) and "n9" in later
@@ -534,7 +525,7 @@ def lose_nothing_beside_a_damaged_lane(name: str, seed: int) -> None:
                     taken.append(group.instance_id)
                     assert np.array_equal(group[0]["x"], np.full(500, int(taken[-1][5:])))
                 group.ack()
-        taken += names_taken(consumer)
+        taken += take_rest(consumer)
         assert [k for k in taken if k[0] == "s"] == [f"sound{step}" for step in range(300)]
 
 
@@ -548,12 +539,12 @@ def test_a_producer_leaves_a_run_that_damage_gave_away(bus: Bus, length: int) ->
         put(hurt, "hurt")
         raw = Raw(bus.name)
         struct.pack_into("<I", raw.bytes, raw.descriptors_at + SEALED_AT, 1)
-        assert names_taken(consumer) == ["hurt"]
+        assert take_rest(consumer) == ["hurt"]
         put(sound, "sound")
         for step in range(4):
             put(sound, f"sound{step}")
             put(hurt, f"hurt{step}", x=np.zeros(length, np.uint8))
-            assert f"sound{step}" in names_taken(consumer)
+            assert f"sound{step}" in take_rest(consumer)
 
 
 def forge(raw: Raw, rng: random.Random, record: int) -> None:
@@ -618,8 +609,7 @@ def test_a_segment_of_another_layout_is_told_with_who_has_it_and_what_to_do(
         file.seek(at)
         file.write(value)
     assert_refused(bus_name, rf"no process that .* has it open.* `shmbus snapshot {bus_name} DIR`")
-    holder = spawn.script(HOLDER, path)
-    holder.expect("ready")
+    holder = spawn.script(HOLDER, path, until="ready")
     version = re.escape(shmbus.__version__)
     assert_refused(bus_name, rf"pid {holder.pid} \(shmbus {version}\) has it open: use that shmbus")
 

@@ -4,14 +4,13 @@ import asyncio
 import gc
 import os
 import resource
-import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Spawner, beside, wait_until
 
 from shmbus import Bus, BusFullError, Consumer, Producer
 from shmbus.cli import main
@@ -53,16 +52,11 @@ def test_a_paused_bus_is_a_full_one_that_says_why(bus: Bus, producer: Producer) 
 
 def test_resuming_lets_a_waiting_producer_go_on(bus: Bus, producer: Producer) -> None:
     bus.pause()
-    put = threading.Thread(
-        target=lambda: producer.put("a", group_size=1, index=0, tokens=TOKENS, timeout=20),
-        daemon=True,
-    )
-    put.start()
-    time.sleep(0.1)
-    assert put.is_alive()
-    bus.resume()
-    put.join(10)
-    assert not put.is_alive() and bus.stats().committed == 1
+    with beside(producer.put, "a", group_size=1, index=0, tokens=TOKENS, timeout=20) as put:
+        time.sleep(0.1)
+        assert not put.done()
+        bus.resume()
+    assert bus.stats().committed == 1
 
 
 def test_what_was_reserved_before_a_pause_can_be_committed(bus: Bus, producer: Producer) -> None:

@@ -23,8 +23,7 @@ def overwrite(producer: Producer, consumer: Consumer, rounds: int = 200) -> None
     """Overwrite every place without a holder, with a bus's worth of records."""
     for i in range(rounds):
         put(producer, f"other{i}", -1)
-        for group in take_groups(consumer):
-            group.ack()
+        consumer.ack(take_groups(consumer))
 
 
 class Child:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import ends_of
+from conftest import beside, ends_of
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -85,11 +85,8 @@ def test_another_thread_that_ends_the_reservation_meanwhile_changes_no_record(
                 in_encoder.set()
                 ended.wait()
 
-            thread = threading.Thread(target=commit)
-            thread.start()
-            with pytest.raises(shmbus.BusClosedError):
+            with beside(commit), pytest.raises(shmbus.BusClosedError):
                 slot.meta = {"corrupt": when(linger)}
-            thread.join()
             (group,) = consumer.take(timeout=10)
             assert group[0].meta == {"first": f"g{number}"}
             group.ack()

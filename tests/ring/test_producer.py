@@ -505,8 +505,7 @@ def test_a_put_that_waits_keeps_its_fields_whatever_other_threads_put(small_bus:
         for number in range(200):
             with pytest.raises(shmbus.BusFullError):
                 put_one(producer, timeout=0, **{f"{'other' * 5}{number}": np.zeros(3500, np.int8)})
-        for group in consumer.take(99, 10):
-            group.ack()
+        consumer.ack(consumer.take(99, 10))
         waiting.result(30)
         late = take_one(consumer)
         assert late.keys() == ("mine",)
@@ -521,8 +520,7 @@ def test_a_list_that_changes_while_its_put_waits_arrives_as_it_was(small_bus: Bu
         waiting = pool.submit(put_one, producer, "late", tokens=value)
         wait_until(lambda: producer.stats().full_waits > before)
         value.clear()
-        for group in consumer.take(99, 10):
-            group.ack()
+        consumer.ack(consumer.take(99, 10))
         waiting.result(30)
         assert take_one(consumer)["tokens"].tolist() == list(range(900))
 

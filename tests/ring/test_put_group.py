@@ -1,12 +1,12 @@
 """A group put whole appears with its every sample, or not at all."""
 
 import asyncio
-import threading
 import time
 import tracemalloc
 
 import numpy as np
 import pytest
+from conftest import beside, ends_of
 
 from shmbus import Bus, BusFullError, Consumer, Producer, RecordTooLargeError
 
@@ -46,11 +46,8 @@ def test_a_prompt_that_is_put_again_is_another_group(bus: Bus, producer: Produce
 
 
 def test_a_group_without_room_leaves_nothing_and_waits_for_all_of_it(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096),
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    bus = Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096)
+    with ends_of(bus) as (producer, consumer):
         put = 0
         with pytest.raises(BusFullError):
             while True:
@@ -60,16 +57,12 @@ def test_a_group_without_room_leaves_nothing_and_waits_for_all_of_it(bus_name: s
         assert consumer.stats().committed == 4 * put
         held = consumer.take(64, timeout=10)
         assert [len(group) for group in held] == [4] * put
-        waiting = threading.Thread(
-            target=producer.put_group, args=("late", samples(4, 600)), kwargs={"timeout": 60}
-        )
-        waiting.start()
-        time.sleep(0.05)
-        assert consumer.stats().committed == 4 * put
-        consumer.ack(held)
-        [late] = consumer.take(timeout=30)
-        assert (late.instance_id, len(late)) == ("late", 4)
-        waiting.join()
+        with beside(producer.put_group, "late", samples(4, 600), timeout=60):
+            time.sleep(0.05)
+            assert consumer.stats().committed == 4 * put
+            consumer.ack(held)
+            [late] = consumer.take(timeout=30)
+            assert (late.instance_id, len(late)) == ("late", 4)
 
 
 @pytest.mark.parametrize(
@@ -120,11 +113,8 @@ def test_an_awaited_group_waits_for_room_and_a_cancelled_one_leaves_nothing(bus_
         [late] = consumer.take(timeout=30)
         assert (late.instance_id, late.round, len(late)) == ("late", round, 4)
 
-    with (
-        Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096),
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    bus = Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096)
+    with ends_of(bus) as (producer, consumer):
         asyncio.run(story(producer, consumer))
 
 

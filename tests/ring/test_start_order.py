@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Child, Daemon, Spawner
+from conftest import Child, Daemon, Spawner, beside
 from fork_server import TEMPLATE
 
 import shmbus
@@ -67,17 +67,13 @@ def test_a_wait_in_vain_says_how_long_and_what_it_looked_for(
 def test_a_rank_that_starts_first_waits_for_bus_and_daemon(
     bus_name: str, daemon: Callable[..., Daemon]
 ) -> None:
-    found: list[int] = []
-
-    def attach() -> None:
+    def attach() -> int:
         with Consumer(bus_name, rank=0, world_size=1, daemon=True, wait=LONG_S) as consumer:
-            found.append(consumer.stats().committed)
+            return consumer.stats().committed
 
-    thread = threading.Thread(target=attach)
-    thread.start()
-    daemon("--capacity", "1MiB", "--unlink-on-exit")
-    thread.join(LONG_S)
-    assert found == [0]
+    with beside(attach) as attached:
+        daemon("--capacity", "1MiB", "--unlink-on-exit")
+    assert attached.result() == 0
 
 
 def test_a_wait_goes_on_past_what_a_dead_creator_left(bus_name: str, spawn: Spawner) -> None:
@@ -86,8 +82,8 @@ def test_a_wait_goes_on_past_what_a_dead_creator_left(bus_name: str, spawn: Spaw
         "import sys, shmbus\nprint('waits', flush=True)\n"
         "shmbus.Producer(sys.argv[1], wait=60).close()\n",
         bus_name,
+        until="waits",
     )
-    child.expect("waits")
     Bus.ensure(bus_name, "1MiB").close()
     child.finish()
     path_of(bus_name).unlink()

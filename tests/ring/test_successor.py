@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, take_groups, wait_until
+from conftest import DEFAULT_DEADLINE_S, beside, take_groups, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -60,11 +60,8 @@ def test_each_way_to_put_waits_for_a_successor_and_says_where_none_came(
     with pytest.raises(shmbus.BusRemovedError, match="there is no bus of that name"):
         CALLS[call](orphan, 0.1)
     assert not orphan.closed
-    thread = threading.Thread(target=CALLS[call], args=(orphan, 60))
-    thread.start()
-    with Bus.create(bus_name, "1MiB") as bus:
-        thread.join(DEFAULT_DEADLINE_S)
-        assert not thread.is_alive()
+    with beside(CALLS[call], orphan, 60) as put, Bus.create(bus_name, "1MiB") as bus:
+        put.result(DEFAULT_DEADLINE_S)
         assert bus.stats().committed == 1
     assert orphan.stats().committed == 2
 
@@ -171,8 +168,7 @@ def test_threads_go_on_together_through_many_successors(bus_name: str) -> None:
         with Consumer(bus_name, daemon=False) as consumer:
             over.set()
             while any(thread.is_alive() for thread in threads):
-                for group in consumer.take(64, timeout=0.05):
-                    group.ack()
+                consumer.ack(consumer.take(64, timeout=0.05))
             assert consumer.stats().balanced
             assert not consumer.stats().dropped
     finally:

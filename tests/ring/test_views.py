@@ -103,8 +103,7 @@ def test_a_consumer_without_memory_for_copies_leaves_the_bus_to_the_next_and_kee
     go = f"{tmp_path}/go"
     with Bus.create(bus_name, "16MiB"), Producer(bus_name) as producer:
         producer.put("a", group_size=1, index=0, x=np.full(500_000, 7, np.int32))
-        child = spawn.script(CROWDED, bus_name, go)
-        child.expect("closed")
+        child = spawn.script(CROWDED, bus_name, go, until="closed")
         assert "vm.max_map_count" in child.output() and "free of" not in child.output()
         with Consumer(bus_name, daemon=False) as successor:
             for i in range(100):

@@ -364,8 +364,7 @@ print("ended", flush=True)
 def test_a_process_whose_take_was_cancelled_ends_without_a_warning(
     name: str, spawn: Spawner
 ) -> None:
-    child = spawn.script(EXITS, name)
-    child.expect("ended")
+    child = spawn.script(EXITS, name, until="ended")
     assert child.finish() == "ended\n"
 
 

@@ -324,8 +324,7 @@ def churn(bus: Bus, producer: Producer, consumer: Consumer, times: int) -> None:
     x = np.full(30_000, 99, np.uint8)
     for number in range(times * bus.capacity // x.nbytes):
         put(producer, f"churn{number}", 0, 1, x=x)
-        for group in consumer.take(9, 0):
-            group.ack()
+        consumer.ack(consumer.take(9, 0))
     consumer.ack(consumer.take(99, 0.1))
 
 

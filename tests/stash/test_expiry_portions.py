@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import ends_of, wait_until
 from counted_work import instructions
 
-from shmbus import Bus, Consumer, Producer
+from shmbus import Bus, Producer
 from shmbus.base import limits
 from shmbus.stash.collector import Collector
 from shmbus.stash.stash import StashPolicy
@@ -48,11 +48,7 @@ def test_a_look_ends_a_portion_of_the_late_groups(bus_name: str, policy: dict[st
 
 
 def test_a_take_goes_on_until_all_late_groups_have_ended(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "64MiB"),
-        Consumer(bus_name, group_timeout=0.01) as consumer,
-        Producer(bus_name) as producer,
-    ):
+    with ends_of(Bus.create(bus_name, "64MiB"), group_timeout=0.01) as (producer, consumer):
         put_halves(producer, 2 * PORTION + 1)
         producer.put("whole", group_size=1, index=0, x=np.zeros(1, np.int8))
         consumer.ack(consumer.take(1, timeout=10))

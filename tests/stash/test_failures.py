@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, take_groups, wait_until
+from conftest import Daemon, Spawner, ends_of, take_groups, wait_until, work_until
 from operators import cli
 
 import shmbus
@@ -60,12 +60,11 @@ def put(producer: Producer, key: str, *indices: int, round: int | None = None) -
 def wanted(consumer: Consumer, producer: Producer, count: int = 1) -> list[Request]:
     found: list[Request] = []
 
-    def look() -> bool:
-        assert consumer.take(timeout=0.01) == []
+    def have_come() -> bool:
         found.extend(producer.requests.retries())
         return len(found) >= count
 
-    wait_until(look)
+    work_until(consumer, have_come)
     return found
 
 
@@ -242,8 +241,7 @@ def test_a_new_collector_finds_what_failed_and_who_has_taken_what(
         taker = Producer(bus_name, label="taker")
         assert wait_until(lambda: taker.requests.retries(limit=1))[0].instance_id == "a"
         # The other's taker dies, without a trace in the ring.
-        doomed = spawn.script(TAKER, bus_name)
-        doomed.expect("took b/2/1")
+        doomed = spawn.script(TAKER, bus_name, until="took b/2/1")
         doomed.kill()
         wait_until(lambda: [w.attempt for w in read_status(bus_name).wanted] == [1, 2])
         old.kill()
@@ -309,11 +307,8 @@ def test_a_killed_daemon_asks_on(daemon: Serve, bus_name: str) -> None:
 
 
 def test_a_stopped_taker_does_not_stop_the_bus(bus_name: str, spawn: Spawner) -> None:
-    with (
-        Bus.create(bus_name, "4MiB"),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, sample_retries=999, retry_timeout=0.5) as consumer,
-    ):
+    bus = Bus.create(bus_name, "4MiB")
+    with ends_of(bus, sample_retries=999, retry_timeout=0.5) as (producer, consumer):
         producer.fail("a", 0, "flaky", group_size=1)
         taker = spawn.script(TAKER, bus_name)
         # A slow machine gives the taker a later attempt than the first.

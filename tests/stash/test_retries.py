@@ -52,8 +52,7 @@ def sweep(collector: Collector) -> None:
 def test_an_answer_that_comes_after_the_last_look_at_the_ring_is_no_failed_attempt(
     collector: Collector, bus_name: str, spawn: Spawner
 ) -> None:
-    taker = spawn.script(TAKER, bus_name)
-    taker.expect("took")
+    taker = spawn.script(TAKER, bus_name, until="took")
     sweep(collector)
     # The ring was read to its end; now the taker answers, dies, and gets an heir.
     collector.policy_version = 1
@@ -71,8 +70,7 @@ def test_an_answer_that_comes_after_the_last_look_at_the_ring_is_no_failed_attem
 def test_a_death_counts_once_all_that_the_dead_committed_is_read(
     collector: Collector, bus_name: str, spawn: Spawner
 ) -> None:
-    taker = spawn.script(TAKER, bus_name)
-    taker.expect("took")
+    taker = spawn.script(TAKER, bus_name, until="took")
     taker.kill()
 
     def given_up() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, client_of
+from conftest import Daemon, Spawner, client_of, ends_of
 
 from shmbus import Bus, BusBusyError, BusFullError, Consumer, Producer, unlink
 from shmbus.base.ledger import SplitCounts
@@ -29,8 +29,7 @@ def put(producer: Producer, key: str, size: int = 2, **more: Any) -> None:
 
 def taken(consumer: Consumer, **more: Any) -> list[tuple[str, str]]:
     groups = consumer.take(64, timeout=0.05, **more)
-    for group in groups:
-        group.ack()
+    consumer.ack(groups)
     return [(group.split, group.instance_id) for group in groups]
 
 
@@ -116,11 +115,8 @@ def test_each_split_has_its_own_counters(bus: Bus, producer: Producer) -> None:
 
 
 def test_a_split_that_nobody_takes_is_named_by_status_and_by_a_full_bus(bus_name: str) -> None:
-    with (
-        Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096),
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    bus = Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096)
+    with ends_of(bus) as (producer, consumer):
         put(producer, "t")
         with pytest.raises(BusFullError) as caught:
             for number in range(1000):
@@ -194,8 +190,7 @@ def test_what_a_dead_collector_held_of_a_split_is_delivered_again(
 ) -> None:
     for key in "abc":
         put(producer, key, split="eval")
-    child = spawn.script(KILLED, bus.name)
-    child.expect("ready")
+    child = spawn.script(KILLED, bus.name, until="ready")
     child.send_signal(signal.SIGKILL)
     child.wait()
     with Consumer(bus.name) as consumer:
@@ -246,8 +241,7 @@ def test_evaluation_goes_on_beside_ranks_and_through_the_daemons_death(
         assert {*taken(zero), *taken(one)} == {("train", "a"), ("train", "b")}
         put(producer, "f", split="eval")
         [held] = evaluation.take(timeout=10)
-        served.kill()
-        served.start()
+        served.restart()
         put(producer, "g", split="eval")
         held.ack()
         deadline = time.monotonic() + 30

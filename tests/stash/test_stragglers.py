@@ -34,11 +34,8 @@ def test_a_nearly_full_bus_of_waiting_samples_is_not_walked_for_stragglers(
 ) -> None:
     walks: list[int] = []
     monkeypatch.setattr(Stash, "waiting_samples", lambda stash: walks.append(1) or [])
-    with (
-        Bus.create(bus_name, "1MiB", max_producers=2) as bus,
-        Producer(bus_name) as producer,
-        Consumer(bus_name) as consumer,
-    ):
+    bus = Bus.create(bus_name, "1MiB", max_producers=2)
+    with ends_of(bus) as (producer, consumer):
         number = 0
         while bus._segment.free_extents() >= bus._segment.extent_count / 8:
             producer.put(f"w{number}", group_size=2, index=0, body=BODY)
@@ -67,11 +64,8 @@ def test_each_look_for_stragglers_visits_a_share_and_the_next_goes_on_there(bus_
 def test_samples_of_failing_groups_make_way_as_those_of_incomplete_ones(
     bus_name: str, failing: bool
 ) -> None:
-    with (
-        Bus.create(bus_name, "1MiB", max_producers=2),
-        Producer(bus_name) as producer,
-        Consumer(bus_name, sample_retries=3, retry_backoff=(60.0, 60.0)) as consumer,
-    ):
+    bus = Bus.create(bus_name, "1MiB", max_producers=2)
+    with ends_of(bus, sample_retries=3, retry_backoff=(60.0, 60.0)) as (producer, consumer):
         number = 0
 
         def moved() -> int:

@@ -46,10 +46,8 @@ def test_many_deaths_at_once_are_found_by_one_sweep_and_one_death_among_many_by_
     bus_name: str, spawn: Spawner
 ) -> None:
     with Bus.create(bus_name, "16MiB", max_producers=700), Consumer(bus_name) as consumer:
-        crowd = spawn.script(DIES, bus_name, 300)
-        crowd.expect("attached")
-        alone = spawn.script(DIES, bus_name, 1)
-        alone.expect("attached")
+        crowd = spawn.script(DIES, bus_name, 300, until="attached")
+        alone = spawn.script(DIES, bus_name, 1, until="attached")
         sweep = consumer._source.reader.sweep  # type: ignore[union-attr]
         assert sweep() == 0
         alone.send_signal(signal.SIGKILL)

@@ -101,8 +101,7 @@ def test_an_acknowledgement_during_a_snapshot_counts_whatever_becomes_of_its_tra
 ) -> None:
     served = daemon("--capacity", "160MiB")
     put_large(bus_name, 120)
-    child = spawn.script(HOLD, bus_name, tmp_path / "go")
-    child.expect("g0")
+    child = spawn.script(HOLD, bus_name, tmp_path / "go", until="g0")
     taking = spawn.module("shmbus", "snapshot", bus_name, tmp_path / "snap")
     wait_until(lambda: "taking a snapshot" in served.child.output())
     # Retries and taking go on; the clock is theirs.

@@ -115,8 +115,7 @@ def test_restored_groups_have_their_ledger(bus_name: str, tmp_path: Path, seed: 
 def test_a_dead_buss_records_survive(bus_name: str, spawn: Spawner, tmp_path: Path) -> None:
     shmbus.Bus.create(bus_name, "4MiB").close()
     for label in ("a", "b"):
-        worker = spawn.script(WORKER, bus_name, 20, label)
-        worker.expect("ready")
+        worker = spawn.script(WORKER, bus_name, 20, label, until="ready")
         worker.kill()
     assert cli("snapshot", bus_name, str(tmp_path / "snap")).status == 0
     shmbus.unlink(bus_name)
@@ -226,8 +225,7 @@ def test_the_next_snapshot_removes_what_a_killed_one_left_and_nothing_else(
         put_group(producer, "g")
         other = bus_name + ".other"
         with shmbus.Bus.create(other, "1MiB"):
-            child = spawn.script(STOPPED, bus_name, tmp_path / "s")
-            child.expect("written")
+            child = spawn.script(STOPPED, bus_name, tmp_path / "s", until="written")
             (partial,) = tmp_path.glob(".s.partial-????????")
             # Its writer is stopped, not dead.
             assert snapshot.take(other, tmp_path / "first").records == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from test_extra_fields import FIELDS, OPTIONAL, put, put_optional, random_sample
+from test_extra_fields import FIELDS, OPTIONAL, put, put_long, put_optional, random_sample
 from test_gpu import assert_same, put_random
 
 from shmbus import Consumer, Producer
@@ -122,17 +122,7 @@ def fields(name: str, seed: int) -> None:
         for layout in ("packed", "padded"):
             same(groups, extra_fields=FIELDS, layout=layout)
         dtypes = ["u1", "i2", "f4", "f8"]
-        put(
-            producer,
-            "long",
-            [
-                {
-                    "tokens": np.arange(700),
-                    **{kind: rng.integers(0, 99, (700, 3, 13)).astype(kind) for kind in dtypes},
-                }
-                for _ in range(3)
-            ],
-        )
+        put_long(producer, rng, dtypes)
         same(consumer.take(1, 10), extra_fields=dict.fromkeys(dtypes, "token"))
         put_optional(producer)
         for group in consumer.take(2, 10):

@@ -59,8 +59,7 @@ asyncio.run(main())
 
 def test_ctrl_c_ends_an_orchestrator_that_waits_for_its_trainer(run: str, spawn: Spawner) -> None:
     """It may be two steps ahead; the third waits for an hour."""
-    child = spawn.script(SENDER, run)
-    child.expect("step 2")
+    child = spawn.script(SENDER, run, until="step 2")
     child.send_signal(signal.SIGINT)
     wait_until(lambda: not child.running, what="its end")
     assert "KeyboardInterrupt" in child.output()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Daemon, Spawner, wait_until
+from conftest import Daemon, Spawner, beside, keys_of, wait_until
 
 import shmbus
 from shmbus import Annotator, Bus, Columns, Consumer, Producer, ProtocolError
@@ -50,10 +49,10 @@ def reference(group: Any) -> list[Any]:
     return [-sample["tokens"].astype(np.float32) for sample in group]
 
 
-def in_thread(work: Any) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
+def taken(annotator: Annotator) -> Any:
+    group = annotator.take(60)
+    assert group is not None
+    return group
 
 
 @contextmanager
@@ -82,36 +81,22 @@ def test_a_batch_waits_for_its_column_and_two_passes_see_each_other(bus: Bus) ->
         Annotator(bus.name, writes=REFERENCE) as second_pass,
     ):
 
-        def work(annotator: Annotator, made: Any) -> None:
+        def teach() -> None:
             for _ in range(4):
-                group = annotator.take(30)
-                assert group is not None
-                assert group.write(**made(group))
+                group = taken(first_pass)
+                assert group.write(teacher=[one["tokens"] * 2.0 for one in group])
 
-        threads = [
-            in_thread(
-                lambda: work(
-                    first_pass,
-                    lambda group: {"teacher": [one["tokens"] * 2.0 for one in group]},
-                )
-            ),
-            in_thread(
-                lambda: work(
-                    second_pass,
-                    lambda group: {
-                        "ref_logprobs": [
-                            (one["tokens"] + one["teacher"]).astype(np.float32) for one in group
-                        ]
-                    },
-                )
-            ),
-        ]
-        batch = handler.next_batch(60)
-        assert torch.equal(batch.extra["teacher"], batch.tokens * 2.0)
-        assert torch.equal(batch.extra["ref_logprobs"], batch.tokens.float() * 3)
-        handler.ack(batch)
-        for thread in threads:
-            thread.join(30)
+        def score() -> None:
+            for _ in range(4):
+                group = taken(second_pass)
+                sums = [one["tokens"] + one["teacher"] for one in group]
+                assert group.write(ref_logprobs=[each.astype(np.float32) for each in sums])
+
+        with beside(teach), beside(score):
+            batch = handler.next_batch(60)
+            assert torch.equal(batch.extra["teacher"], batch.tokens * 2.0)
+            assert torch.equal(batch.extra["ref_logprobs"], batch.tokens.float() * 3)
+            handler.ack(batch)
 
 
 def test_one_that_never_writes_is_told_by_a_deadline_and_asked_still(bus: Bus) -> None:
@@ -123,12 +108,9 @@ def test_one_that_never_writes_is_told_by_a_deadline_and_asked_still(bus: Bus) -
             r"annotators are attached, 1 groups wait for one and 0 are in work",
         ):
             handler.next_batch(10)
-        group = annotator.take(10)
-        assert group is not None
-        assert annotator.give_back(group)
+        assert annotator.give_back(taken(annotator))
         with Annotator(bus.name, REFERENCE) as other:
-            group = other.take(10)
-            assert group is not None
+            group = taken(other)
             assert (group.instance_id, len(group)) == ("q0", 3)
             group.write(ref_logprobs=reference(group))
             batch = handler.next_batch(10)
@@ -157,16 +139,13 @@ def test_what_an_annotator_writes_wrong_is_named(
     bus: Bus, given: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     put(bus, 1)
-    with annotating(bus) as (_, handler, annotator):
-        waiting = in_thread(lambda: handler.next_batch(60))
-        group = annotator.take(30)
-        assert group is not None
+    with annotating(bus) as (_, handler, annotator), beside(handler.next_batch, 60):
+        group = taken(annotator)
         with pytest.raises(error, match=message):
             group.write(**given)
         assert group.write(ref_logprobs=reference(group))
-        with pytest.raises(ProtocolError, match="group 'q0': it was written before; each group"):
+        with pytest.raises(ProtocolError, match="group 'q0': it was written before; each gro"):
             group.write(ref_logprobs=reference(group))
-        waiting.join(60)
 
 
 def test_columns_are_named_and_an_annotator_of_others_meets_no_trainer(bus: Bus) -> None:
@@ -300,9 +279,7 @@ def annotated(handler: OnlineDataHandler, annotator: Annotator, groups: int = 1)
     with pytest.raises(TimeoutError):
         handler.next_batch(0.5)
     for _ in range(groups):
-        group = annotator.take(30)
-        assert group is not None
-        group.write(ref_logprobs=reference(group))
+        write_one(annotator)
     return handler.next_batch(30)
 
 
@@ -359,14 +336,11 @@ def test_a_stopped_annotators_group_is_reassigned(bus: Bus, spawn: Spawner, tmp_
     ):
         with pytest.raises(TimeoutError):
             handler.next_batch(0)
-        stopped = spawn.script(STOPPED, bus.name, tmp_path / "writes")
-        stopped.expect("took")
+        stopped = spawn.script(STOPPED, bus.name, tmp_path / "writes", until="took")
         stopped.send_signal(signal.SIGSTOP)
         (tmp_path / "writes").touch()
-        with Annotator(bus.name, REFERENCE) as other:
-            waiting = in_thread(lambda: write_one(other))
+        with Annotator(bus.name, REFERENCE) as other, beside(write_one, other):
             batch = handler.next_batch(60)
-            waiting.join(60)
         assert torch.equal(batch.extra["ref_logprobs"], -batch.tokens.float())
         stopped.send_signal(signal.SIGCONT)
         stopped.expect("written False")
@@ -380,8 +354,8 @@ def late(handler: OnlineDataHandler) -> bool:
 
 
 def write_one(annotator: Annotator) -> None:
-    group = annotator.take(60)
-    assert group is not None and group.write(ref_logprobs=reference(group))
+    group = taken(annotator)
+    assert group.write(ref_logprobs=reference(group))
 
 
 @pytest.mark.parametrize("too_large", ["request", "column"])
@@ -396,17 +370,15 @@ def test_a_group_without_an_annotator_is_dropped(bus: Bus, too_large: str, prefe
 
         def work() -> None:
             for _ in range(1 + (too_large == "column")):
-                group = annotator.take(60)
-                assert group is not None
+                group = taken(annotator)
                 try:
                     group.write(ref_logprobs=reference(group))
                 except shmbus.RecordTooLargeError:
                     assert group.instance_id == "large"
 
-        waiting = in_thread(work)
-        batch = handler.next_batch(60)
-        waiting.join(60)
-        assert [group.instance_id for group in batch.groups] == ["q0"]
+        with beside(work):
+            batch = handler.next_batch(60)
+        assert keys_of(batch) == ["q0"]
         wait_until(lambda: handler.stats().dropped == {"filtered": 1} or not late(handler))
 
 
@@ -436,8 +408,7 @@ def test_a_columns_shape_is_checked_when_it_is_written(bus: Bus) -> None:
     wide = {"ref_logprobs": ("float32", (2,))}
     with annotating(bus, wide) as (_, handler, annotator):
         assert late(handler)
-        group = annotator.take(30)
-        assert group is not None
+        group = taken(annotator)
         with pytest.raises(ValueError, match="sample 0: column 'ref_logprobs'"):
             group.write(ref_logprobs=reference(group))
         assert group.write(ref_logprobs=[np.stack([one, one], 1) for one in reference(group)])

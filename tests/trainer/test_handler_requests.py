@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, keys_of, next_request, wait_until
+from conftest import Daemon, next_request, train_next, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
@@ -56,9 +56,7 @@ def test_a_checkpoint_offers_again_exactly_what_was_not_trained(bus_name: str) -
     ):
         handler.load_state_dict(state)
         assert sample_all(producer) == ["q4", "q5"]
-        batch = handler.next_batch(10)
-        assert sorted(set(batch.instance_ids)) == ["q4", "q5"]
-        handler.ack(batch)
+        assert sorted(train_next(handler)) == ["q4", "q5"]
         assert handler.state_dict()["requests"]["open"] == []
         assert handler.stats().requests.balanced
 
@@ -195,11 +193,7 @@ def test_prompts_that_a_separate_feeder_must_offer_again_are_said(
                 if number > restored.number and f"q{n}" not in open_:
                     feeder.request(f"q{n}", group_size=2, round=0, prompt=TOKENS)
             sample_all(producer)
-            trained = []
-            for _ in range(4):
-                batch = handler.next_batch(30)
-                trained += keys_of(batch)
-                handler.ack(batch)
+            trained = [key for _ in range(4) for key in train_next(handler)]
             assert sorted(trained) == ["q2", "q3", "q4", "q5"]
 
 

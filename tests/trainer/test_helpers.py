@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import wait_until
+from conftest import keys_of, train_next, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -111,13 +111,10 @@ def test_an_unanswered_group_delays_no_other(bus: Bus, producer: Producer, form:
     for key in ("a", STUCK, "b"):
         put(producer, key)
     with OnlineDataHandler(bus.name, groups_per_batch=2, **helper.options) as handler:
-        batch = handler.next_batch()
-        assert [group.instance_id for group in batch.groups] == ["a", "b"]
-        handler.ack(batch)
+        assert train_next(handler) == ["a", "b"]
         put(producer, "c")
         put(producer, "d")
-        batch = handler.next_batch(30)
-        assert [group.instance_id for group in batch.groups] == ["c", "d"]
+        assert keys_of(handler.next_batch(30)) == ["c", "d"]
         assert helper.calls[STUCK] == 1
 
 
@@ -130,9 +127,7 @@ def test_calls_are_limited(bus: Bus, producer: Producer, form: str, prefetch: in
     with OnlineDataHandler(
         bus.name, groups_per_batch=1, prefetch=prefetch, call_timeout=0.1, **helper.options
     ) as handler:
-        batch = handler.next_batch()
-        assert [group.instance_id for group in batch.groups] == ["a"]
-        handler.ack(batch)
+        assert train_next(handler) == ["a"]
         while not handler.stats().dropped:
             with pytest.raises(TimeoutError):
                 handler.next_batch(0.1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import answering
-from conftest import Daemon, together, wait_until
+from conftest import Daemon, keys_of, together, train_next, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
@@ -33,19 +33,28 @@ def prompts(count: int) -> list[dict[str, Any]]:
     return [{"instance_id": f"q{number}", "prompt": [number]} for number in range(count)]
 
 
-def ids(batch: Any) -> list[str]:
-    return [group.instance_id for group in batch.groups]
-
-
 worker = functools.partial(answering, answer=answer)
 
 
 def train_all(handler: OnlineDataHandler) -> list[str]:
     trained = []
     for batch in handler:
-        trained += ids(batch)
+        trained += keys_of(batch)
         handler.ack(batch)
     return trained
+
+
+def train_past(handler: OnlineDataHandler, error: type[Exception], timeout: float) -> Any:
+    """Train to the end, past errors of a kind; return the groups' ids, and these errors."""
+    trained: list[str] = []
+    errors: list[str] = []
+    while True:
+        try:
+            trained += train_next(handler, timeout)
+        except EOFError:
+            return trained, errors
+        except error as raised:
+            errors.append(str(raised))
 
 
 def open_ids(name: str) -> list[str]:
@@ -67,7 +76,7 @@ def test_so_many_batches_are_open_and_each_prompt_is_trained_once(bus: Bus, pref
         trained = []
         with worker(bus.name):
             for batch in handler:
-                trained += ids(batch)
+                trained += keys_of(batch)
                 assert handler.stats().requests.groups <= 2 * (3 + 1 + prefetch)
                 handler.ack(batch)
         assert sorted(trained) == sorted(f"q{number}" for number in range(20))
@@ -250,17 +259,7 @@ def test_a_wrong_prompt_is_named_once_and_skipped(bus: Bus, wrong: list[Any], sa
 def test_a_prompt_that_is_wrong_later_is_an_error_of_next_batch_once(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=1) as handler, worker(bus.name):
         handler.offer([*prompts(3), 7, *prompts(5)[3:]], ahead=1, group_size=2)
-        trained, errors = [], []
-        while True:
-            try:
-                batch = handler.next_batch(30)
-            except TypeError as error:
-                errors.append(str(error))
-                continue
-            except EOFError:
-                break
-            trained += ids(batch)
-            handler.ack(batch)
+        trained, errors = train_past(handler, TypeError, 30)
         assert len(errors) == 1 and "got int as prompt 3" in errors[0]
         assert sorted(trained) == [f"q{number}" for number in range(5)]
 
@@ -319,7 +318,7 @@ def test_a_raising_iterator_resumes_at_its_prompt(bus: Bus, make: Callable[[int]
                 continue
             except EOFError:
                 break
-            trained += ids(batch)
+            trained += keys_of(batch)
             handler.ack(batch)
         assert errors and sorted(trained) == sorted(f"q{number}" for number in range(9))
 
@@ -330,9 +329,7 @@ def test_a_generator_that_raises_is_not_taken_for_the_end(bus: Bus) -> None:
         trained = []
         with pytest.raises(ConnectionError):
             while True:
-                batch = handler.next_batch(30)
-                trained += ids(batch)
-                handler.ack(batch)
+                trained += train_next(handler)
         for _ in range(2):
             with pytest.raises(ValueError, match="raised an exception at prompt 4"):
                 handler.next_batch(30)
@@ -349,16 +346,7 @@ def test_an_iterator_that_is_slower_than_the_trainer_loses_nothing(bus: Bus) -> 
 
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
         handler.offer(slowly(), group_size=1)
-        trained = []
-        while True:
-            try:
-                batch = handler.next_batch(0.02)
-            except TimeoutError:
-                continue
-            except EOFError:
-                break
-            trained += ids(batch)
-            handler.ack(batch)
+        trained, _ = train_past(handler, TimeoutError, 0.02)
         assert sorted(trained) == sorted(f"q{number}" for number in range(8))
 
 
@@ -382,8 +370,7 @@ def test_a_lane_that_is_full_is_filled_as_it_empties(bus: Bus) -> None:
             handler.next_batch(0)
         assert 0 < handler.stats().requests.groups < 24
         with worker(bus.name):
-            for batch in handler:
-                handler.ack(batch)
+            train_all(handler)
         assert handler.step == 24
 
 
@@ -391,8 +378,7 @@ def test_other_data_can_follow_when_all_were_trained(bus: Bus) -> None:
     with OnlineDataHandler(bus.name, groups_per_batch=2) as handler, worker(bus.name):
         for _ in range(2):
             handler.offer(prompts(4), group_size=2)
-            for batch in handler:
-                handler.ack(batch)
+            train_all(handler)
         assert handler.step == 4 and handler.stats().dropped == {}
 
 
@@ -413,7 +399,7 @@ def test_the_same_call_goes_on_at_the_exact_prompt_on_a_new_bus(bus_name: str, k
                 handler.load_state_dict(state)
             handler.offer(data(), ahead=2, group_size=2)
             batch = handler.next_batch(30)
-            trained += ids(batch)
+            trained += keys_of(batch)
             state = json.loads(json.dumps(handler.state_dict()))
             handler.ack(batch)
     assert sorted(trained) == sorted(f"q{number}" for number in range(9))
@@ -528,7 +514,7 @@ def test_rank_0_offers_for_all_ranks(bus: Bus, daemon: Callable[..., Daemon]) ->
         out = []
         for _ in range(3):
             batch = handler.next_batch(60)
-            found[rank] += ids(batch)
+            found[rank] += keys_of(batch)
             out.append(batch)  # acknowledged at the end: the second rank holds a batch
         for batch in out:
             handler.ack(batch)
@@ -563,7 +549,7 @@ def test_ranks_train_all_that_fits(bus: Bus, daemon: Callable[..., Daemon], left
                         batch = handler.next_batch(0.5)
                     except TimeoutError:
                         continue
-                    found[rank] += ids(batch)
+                    found[rank] += keys_of(batch)
                     handler.ack(batch)
         except EOFError:
             pass
@@ -594,7 +580,7 @@ def test_prompts_offered_after_a_checkpoint_are_trained_once(bus: Bus, tmp_path:
         opened = handler.state_dict()["requests"]["open"]
         assert [each["instance_id"] for each in opened] == ["q0", "q1"]
         handler.ack(batch := handler.next_batch(20))
-        trained = ids(batch)
+        trained = keys_of(batch)
         assert trained == ["q1"]
         with worker(restored):
             trained += train_all(handler)

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Spawner
+from conftest import Spawner, together
 from numpy_batches import assert_batch, put, sample
 
 from shmbus import Bus, Consumer, Producer
@@ -162,11 +161,7 @@ def test_a_packer_serves_two_threads(bus: Bus, producer: Producer, seed: int) ->
                     if not torch.equal(batch.logprobs, want[group.instance_id].logprobs):
                         wrong.append(group.instance_id)
 
-            threads = [threading.Thread(target=work, args=(group,)) for group in taken]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            together(work, taken)
             assert wrong == []
 
 
@@ -241,8 +236,7 @@ handler.close()
 
 
 def test_ctrl_c_meets_the_packing_thread(bus: Bus, producer: Producer, spawn: Spawner) -> None:
-    child = spawn.script(INTERRUPTED, bus.name)
-    child.expect("waiting")
+    child = spawn.script(INTERRUPTED, bus.name, until="waiting")
     tokens = np.arange(20_000, dtype=np.int32)
     for number in range(100):
         for index in range(2):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, keys_of, wait_until
+from conftest import Spawner, keys_of, train_next, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -191,9 +191,7 @@ def test_a_ready_group_can_still_become_stale(bus: Bus, producer: Producer, pref
         if prefetch:
             fill(handler, 2)
         handler.set_policy_version(4)
-        batch = handler.next_batch(10)
-        assert keys_of(batch) == ["fresh"]
-        handler.ack(batch)
+        assert train_next(handler) == ["fresh"]
         with pytest.raises(TimeoutError):
             handler.next_batch(0.3)
         ledger = handler.stats()
@@ -298,8 +296,7 @@ handler.close()
 
 
 def test_ctrl_c_interrupts_a_wait(bus: Bus, producer: Producer, spawn: Spawner) -> None:
-    child = spawn.script(INTERRUPTED, bus.name)
-    child.expect("waiting")
+    child = spawn.script(INTERRUPTED, bus.name, until="waiting")
     put(producer, "k0")
     put(producer, "k1")
     child.expect("first")

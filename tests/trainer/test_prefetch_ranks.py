@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner, keys_of, wait_until
+from conftest import Daemon, Spawner, keys_of, train_next, wait_until
 from test_prefetch import fill, ready
 
 from shmbus import BusBusyError, Producer
@@ -58,8 +58,7 @@ def test_prefetching_ranks_train_each_once(daemon: Served, bus_name: str, restar
             fill(handlers[0], 1)
             fill(handlers[1], 2)
         if step == 2 and restart:
-            served.kill()
-            served.start()
+            served.restart()
         for handler, batch in zip(handlers, batches, strict=True):
             handler.ack(batch)
     assert sorted(trained) == sorted(keys)
@@ -120,23 +119,13 @@ def test_a_dead_ranks_ready_shards_return(daemon: Served, bus_name: str, spawn: 
     lost = [shard.split(",") for shard in child.output().split()[0].split("|")]
     assert len(lost) == 3
     with join(bus_name, 0, groups_per_batch=2) as zero:
-        others = []
-        for _ in range(2):
-            batch = zero.next_batch(20)
-            others += keys_of(batch)
-            zero.ack(batch)
+        others = [*train_next(zero), *train_next(zero)]
         child.kill()
         # Rank 0 has no claim on them, at any distance.
         for _ in range(3):
-            batch = zero.next_batch(20)
-            others += keys_of(batch)
-            zero.ack(batch)
+            others += train_next(zero)
         with join(bus_name, 1, groups_per_batch=2, prefetch=2) as one:
-            again = []
-            for _ in range(4):
-                batch = one.next_batch(20)
-                again.append(keys_of(batch))
-                one.ack(batch)
+            again = [train_next(one) for _ in range(4)]
             assert again[:3] == lost
             found = sorted([key for shard in again for key in shard] + others)
             assert len(found) == len(set(found)) == 18 and set(found) < set(keys)
@@ -193,9 +182,8 @@ def test_a_malformed_group_costs_its_shard_that_group_alone(daemon: Served, bus_
         for handler in (zero, one):
             with pytest.raises(ValueError, match=r"'bad\d'\[0\].*'logprobs'.*got nan"):
                 handler.next_batch(20)
-            batch = handler.next_batch(20)
-            assert keys_of(batch)[0].startswith("good") and len(batch.groups) == 1
-            handler.ack(batch)
+            (key,) = train_next(handler)
+            assert key.startswith("good")
         assert wait_until(lambda: zero.stats().acknowledged == 2)
         assert zero.stats().dropped == {"malformed": 2}
 

@@ -98,16 +98,11 @@ def test_rows_of_a_sample_may_lie_anywhere_and_rows_without_tokens_count_for_not
 @pytest.mark.parametrize("given", [None, torch.zeros(3, dtype=torch.int32)])
 def test_a_loss_by_sample_without_the_samples_is_named(given: Any) -> None:
     losses, mask = torch.ones(4), torch.ones(4, dtype=torch.bool)
-    with pytest.raises(ValueError, match="sample_of"):
-        aggregate_loss(
-            losses, mask, normalisation="sample", cu_seqlens=torch.tensor([0, 2, 4]),
-            sample_of=given,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="sample_tokens"):
-        aggregate_loss(
-            losses, mask, normalisation="sample", cu_seqlens=torch.tensor([0, 2, 4]),
-            sample_tokens=torch.ones(3),
-        )  # fmt: skip
+    borders = torch.tensor([0, 2, 4])
+    for name, wrong in (("sample_of", given), ("sample_tokens", torch.ones(3))):
+        more = {"normalisation": "sample", "cu_seqlens": borders, name: wrong}
+        with pytest.raises(ValueError, match=name):
+            aggregate_loss(losses, mask, **more)
 
 
 def test_a_batch_with_an_empty_mask_has_zero_logprobs(bus: Bus, producer: Producer) -> None:

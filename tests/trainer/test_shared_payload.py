@@ -56,11 +56,10 @@ def test_an_image_of_three_megabytes_is_in_the_ring_once(bus: Bus) -> None:
 
 
 @pytest.mark.parametrize("rows", [False, True])
-def test_each_group_has_its_own_in_batches_and_micro_batches(bus: Bus, rows: bool) -> None:
-    with (
-        Producer(bus.name) as producer,
-        OnlineDataHandler(bus.name, groups_per_batch=3, extra_fields=FIELDS) as handler,
-    ):
+def test_each_group_has_its_own_in_batches_and_micro_batches(
+    bus: Bus, producer: Producer, rows: bool
+) -> None:
+    with OnlineDataHandler(bus.name, groups_per_batch=3, extra_fields=FIELDS) as handler:
         for number in range(3):
             given = {"pixels": image(number + 1, number)}
             producer.put_group(f"q{number}", samples(2, rows), shared=given)

@@ -5,16 +5,16 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Child, Daemon, Spawner, wait_until
+from conftest import Child, Daemon, Spawner, beside, wait_until
 
 import shmbus
 from shmbus import Bus, Producer
@@ -99,8 +99,7 @@ def test_what_any_rank_had_trained_is_not_trained_again(
     first = live(spawn, bus_name, 2, tmp_path / "a", 2, saves=saves, acks=[2, 1])
     assert len(first) == 8
     if daemon_dies:
-        served.kill()
-        served.start()
+        served.restart()
     states = [str(tmp_path / "a" / f"state{rank}.json") for rank in saves]
     load: Any = states if saved == "together" else states[-1]
     second = live(spawn, bus_name, world_size, tmp_path / "b", 6 // world_size, load=load)
@@ -115,8 +114,7 @@ def test_an_older_state_names_what_was_trained_when_it_was_saved(
     first = live(spawn, bus_name, 2, tmp_path / "a", 2)  # no acks
     state = str(tmp_path / "a" / "state0.json")
     second = live(spawn, bus_name, 2, tmp_path / "b", 1, load=state, saves=[])
-    served.kill()
-    served.start()
+    served.restart()
     # The second life was in vain: its unacknowledged groups train again.
     third = live(spawn, bus_name, 2, tmp_path / "c", 4, load=state, saves=[])
     assert Counter(first + third) == Counter(everything)
@@ -157,20 +155,15 @@ def test_a_new_daemon_waits_for_every_rank(spawn: Spawner, daemon: Served, bus_n
     served = daemon("--capacity", "4MiB")
     put_groups(bus_name, range(2))
     with OnlineDataHandler(bus_name, groups_per_batch=1, rank=0, world_size=2) as zero:
-        one = spawn.script(RANK_1, bus_name)
-        one.expect("has its batch")
+        one = spawn.script(RANK_1, bus_name, until="has its batch")
         zero.ack(zero.next_batch(20))
         wait_until(lambda: names_of(zero) == 2)  # holds nothing that needs a claim
         one.send_signal(signal.SIGSTOP)
-        served.kill()
-        served.start()
-        found: list[int] = []
-        asks = threading.Thread(target=lambda: found.append(names_of(zero)))
-        asks.start()
-        asks.join(0.3)
-        one.send_signal(signal.SIGCONT)
-        asks.join(30)
-        assert found == [2]
+        served.restart()
+        with beside(names_of, zero) as asked:
+            wait([asked], timeout=0.3)
+            one.send_signal(signal.SIGCONT)
+        assert asked.result() == 2
 
 
 def names_of(handler: OnlineDataHandler) -> int:
@@ -238,8 +231,7 @@ def test_a_late_sample_does_not_bring_trained_ones_back(
         for index in range(2):
             put(early, "r", index)
         if process is not None:
-            process.kill()
-            process.start()
+            process.restart()
         second = trained(begin(spawn, bus_name, steps=3, load=state, timeout=2))
     assert sorted(first + second) == ["q/1", "q/2", "r/0", "r/1"]
     with shmbus.Consumer(bus_name) as consumer:
@@ -273,8 +265,7 @@ def test_a_leased_group_comes_again_with_the_same_members(
     with Producer(bus_name) as early, Producer(bus_name) as late:
         for index in (1, 2):
             put(late, "q", index, group_size=4, round=round, **options)
-        child = spawn.script(HOLDER, bus_name, on_timeout)
-        child.expect("1,2")
+        child = spawn.script(HOLDER, bus_name, on_timeout, until="1,2")
         for index in (0, 3):
             put(early, "q", index, group_size=4, round=round, **options)
         if dies == "consumer":
@@ -283,8 +274,7 @@ def test_a_leased_group_comes_again_with_the_same_members(
             assert process is not None
             if dies == "client and daemon":
                 child.kill()
-            process.kill()
-            process.start()
+            process.restart()
             child.kill()
         with shmbus.Consumer(bus_name, group_timeout=0.2, on_timeout=on_timeout) as consumer:
             (group,) = consumer.take(1, timeout=30)

@@ -49,8 +49,8 @@ def test_who_died_stands_right_behind_all_policy_versions_since(
         "print('ready', flush=True)\n"
         "time.sleep(600)",
         bus_name,
+        until="ready",
     )
-    worker.expect("ready")
     page = open_page(web(bus_name))
     happened = page.locator("[aria-label='what happened']")
     wait_for(page, lambda: "victim" in happened.inner_text(), "that it came")
@@ -106,8 +106,7 @@ def test_a_trainer_that_is_stopped_is_shown_so(
     if served:
         daemon("--capacity", "1MiB")
     with Bus.ensure(bus_name, "1MiB"), Producer(bus_name) as producer:
-        trainer = spawn.script(TRAINER, bus_name, "train.py", 600)
-        trainer.expect("ready")
+        trainer = spawn.script(TRAINER, bus_name, "train.py", 600, until="ready")
         producer.put("q", group_size=1, index=0, tokens=[1])
         page = open_page(web(bus_name))
         held = page.locator("[aria-label=holders]")

@@ -29,8 +29,7 @@ def test_groups_of_every_size_fit_on_320_pixels(
                     f"a-prompt-of-a-long-name-{1000 + 77 * number**5}",
                     group_size=group_size, index=index, score=index / 7, tokens=[1] * 300,
                 )  # fmt: skip
-        for group in taker.take(timeout=20):
-            group.ack()
+        taker.ack(taker.take(timeout=20))
         producer.fail(
             "a-prompt-of-a-long-name-1077", group_size - 1, "no memory", group_size=group_size
         )

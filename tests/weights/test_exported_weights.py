@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Spawner, open_descriptors, wait_until
-from weight_models import MakePublisher, Odd, many, published, publishing, same
+from weight_models import MakePublisher, Odd, load_newest, many, published, publishing, same
 
 from shmbus import CapacityError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
@@ -113,8 +113,7 @@ with WeightSubscriber(bus, device="cuda:0", label="blind") as subscriber:
         print("refused", error, flush=True)
         assert torch.equal(replica.weight, before)
     else:
-        with subscriber.latest(timeout=20) as weights:
-            weights.load_into(replica)
+        load_newest(subscriber, replica)
 print("sum", float(replica.weight.detach().double().sum()), flush=True)
 """
 
@@ -188,13 +187,11 @@ def test_large_and_cast_ones_arrive(carrier: str, bus_name: str, publishers: Mak
     options = {"carrier": carrier} | ({} if carrier == "shm" else there)
     with published(bus_name, source, there, **options) as (publisher, subscriber):
         publisher.publish(version=0)
-        with subscriber.latest(timeout=5) as weights:
-            weights.load_into(replica)
+        load_newest(subscriber, replica)
         for have, want in zip(replica.parameters(), masters.parameters(), strict=True):
             assert torch.equal(have.cpu(), want.bfloat16())
         host = torch.nn.Sequential(*(torch.nn.Linear(2048, 2000 + n) for n in range(3))).bfloat16()
-        with subscriber.latest(timeout=5) as weights:
-            weights.load_into(host)
+        load_newest(subscriber, host)
         assert same(host, replica)
 
 
@@ -237,8 +234,7 @@ def test_a_reader_that_does_not_see_the_device_says_so_and_reads_through_the_hos
 def test_a_pool_grows_by_a_buffer(bus_name: str, publishers: MakePublisher, spawn: Spawner) -> None:
     publisher = publishers(torch.nn.Linear(40, 40), when_held="grow", max_slots=3, timeout=0.2)
     publisher.publish(version=1)
-    child = spawn.script(HOLDER, bus_name, "cpu")
-    child.expect("holds 1")
+    child = spawn.script(HOLDER, bus_name, "cpu", until="holds 1")
     for version in range(2, 5):
         publisher.publish(version=version)
     assert len(buffers_of(publisher)._arena._buffers) == 3
@@ -339,8 +335,7 @@ def test_publishing_ignores_later_computation(bus_name: str, publishers: MakePub
 def test_rows_name_the_device(bus_name: str, publishers: MakePublisher) -> None:
     publishers(many(2).to(DEVICE), "cuda_vmm").publish(version=1)
     with WeightSubscriber(bus_name, device=DEVICE, label="r") as subscriber:
-        with subscriber.latest(timeout=5) as weights:
-            weights.load_into(many(2).to(DEVICE))
+        load_newest(subscriber, many(2).to(DEVICE))
         (row,) = read_pool(bus_name, "weights").readers
         assert (row.device, row.applied_version) == ("cuda:0", 1)
 
@@ -371,8 +366,7 @@ def test_a_hundred_publishers_leave_nothing(bus_name: str, publishers: MakePubli
         for version in range(100):
             publisher = publishers(many(2))
             publisher.publish(version=version)
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(many(2, seed=1))
+            load_newest(subscriber, many(2, seed=1))
             publisher.close()
             if version == 0:
                 before, mappings = open_descriptors(), mapped()
@@ -394,8 +388,7 @@ def test_lazy_views_cross_host_memory(bus_name: str, publishers: MakePublisher, 
             real.normal_()
             pairs.normal_()
             publisher.publish(version)
-            with subscriber.latest(timeout=10) as weights:
-                weights.load_into(target)
+            load_newest(subscriber, target)
             assert torch.equal(target["negative"], -real)
             assert torch.equal(target["conjugate"], torch.conj(pairs).resolve_conj())
 
@@ -412,8 +405,7 @@ def test_empty_tensors_follow(bus_name: str, publishers: MakePublisher, reader: 
             with torch.no_grad():
                 model.bias[version] = version
             publisher.publish(version)
-            with subscriber.latest(timeout=10) as weights:
-                weights.load_into(target)
+            load_newest(subscriber, target)
             assert torch.equal(target["bias"].to(DEVICE), model.bias)
 
 
@@ -433,8 +425,7 @@ def test_a_model_over_two_devices_arrives(
                 for parameter in model.parameters():
                     parameter.normal_()
             publisher.publish(version)
-            with subscriber.latest(timeout=10) as weights:
-                weights.load_into(target)
+            load_newest(subscriber, target)
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor.cpu(), target[name].cpu()), name
 

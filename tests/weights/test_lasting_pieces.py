@@ -1,13 +1,12 @@
 """What a publisher found out about a model for one version is never used for another model."""
 
 import itertools
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from weight_models import move, published, replace, square, swap, turn, write
+from conftest import together
+from weight_models import load_newest, move, published, replace, square, swap, turn, write
 
 from shmbus.weights import ManifestError, ModuleSource
 
@@ -53,8 +52,7 @@ def test_any_change_arrives(carrier: Any, device: str, changed: str, bus_name: s
             change(module if changed == "the trainer's" else live)
             told = publisher.publish(version)
             assert told.copied_bytes == sum(v.numel() * 4 for v in live.state_dict().values())
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(live)
+            load_newest(subscriber, live)
             assert arrived(live, module), (version, change.__name__)
 
 
@@ -76,26 +74,9 @@ def test_a_misfit_skips_to_the_newest(carrier: Any, device: str, bus_name: str) 
             change_values(module)
             publisher.publish(next(numbers))
             publisher.publish(next(numbers))
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(live)
+            load_newest(subscriber, live)
             assert arrived(live, module), version
     assert not any(value.any() for value in other.values())
-
-
-def in_a_thread_of_its_own(call: Callable[[], object]) -> None:
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
 
 
 @pytest.mark.parametrize(("carrier", "device"), CARRIERS)
@@ -104,7 +85,7 @@ def test_a_thread_new_to_the_device_works(carrier: Any, device: str, bus_name: s
     with both_sides(bus_name, module, carrier, device) as (publisher, subscriber):
         for version in range(6):
             change_values(module)
-            in_a_thread_of_its_own(lambda version=version: publisher.publish(version))  # type: ignore[misc]
+            together(publisher.publish, [version])
             with subscriber.latest(timeout=5) as weights:
-                in_a_thread_of_its_own(lambda weights=weights: weights.load_into(live))  # type: ignore[misc]
+                together(weights.load_into, [live])
             assert arrived(live, module), version

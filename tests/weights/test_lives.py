@@ -2,15 +2,15 @@
 
 import contextlib
 import os
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Spawner
-from weight_models import many
+from conftest import Spawner, beside, wait_until
+from weight_models import load_newest, many
 
 from shmbus import BusRemovedError, VersionUnknownError, WaitTimeoutError
 from shmbus.engines.rows import RankRows
@@ -106,21 +106,15 @@ def test_a_reader_follows_where_training_went_back(bus_name: str, carrier: str, 
 @pytest.mark.parametrize("version", [5, 9])
 def test_a_waiting_reader_gets_a_new_lifes_first_version(bus_name: str, version: int) -> None:
     trainer = Trainer(bus_name)
-    got: list[int] = []
     with trainer.publisher, WeightSubscriber(bus_name) as subscriber:
         trainer.publish(9, 1)
         # It knows 9 from elsewhere: this subscriber received nothing yet.
-        waits = threading.Thread(
-            target=lambda: got.append(subscriber.wait(newer_than=9, timeout=30))
-        )
-        waits.start()
-        while not read_pool(bus_name, "weights").readers:
-            threading.Event().wait(0.01)
-        threading.Event().wait(0.1)
-        trainer.publisher.new_life()
-        trainer.publish(version, 2)
-        waits.join()
-    assert got == [version]
+        with beside(subscriber.wait, newer_than=9, timeout=30) as got:
+            wait_until(lambda: read_pool(bus_name, "weights").readers)
+            time.sleep(0.1)
+            trainer.publisher.new_life()
+            trainer.publish(version, 2)
+    assert got.result() == version
 
 
 DIES = """
@@ -141,8 +135,7 @@ def test_a_number_used_twice_is_the_last_and_unpatched(bus_name: str, spawn: Spa
     model = torch.nn.Linear(8, 8)
     spawn.script(DIES, bus_name).wait(60)
     with WeightSubscriber(bus_name) as subscriber:
-        with subscriber.latest(timeout=5) as weights:
-            weights.load_into(model)
+        load_newest(subscriber, model)
         trainer = Trainer(bus_name, patches=True, slots=2)
         with trainer.publisher:
             for version, value in ((6, 60), (7, 70)):
@@ -186,8 +179,7 @@ def test_a_number_of_an_earlier_life_is_not_taken_for_the_new_version(bus_name: 
             if value == 2:
                 missing = rows.missing(Named(), 1, 7)
                 assert missing is not None and not missing.final
-            with subscriber.latest(timeout=5) as weights:
-                weights.load_into(trainer.model)
+            load_newest(subscriber, trainer.model)
             assert rows.missing(Named(), 1, 7) is None
             assert rows.whole_version(Named(), 1) == 7
         subscriber.close()  # the process lives on, as an engine under another bus

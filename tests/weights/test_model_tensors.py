@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._pytree import tree_map
-from weight_models import bits, published
+from weight_models import bits, load_newest, published
 
 from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.weights import (
@@ -66,8 +66,7 @@ def test_one_element_of_any_stride_arrives(bus_name: str, carrier: str, patches:
         for version in range(3):
             scales[3] = 10 + version
             publisher.publish(version=version)
-            with subscriber.latest(timeout=30) as weights:
-                weights.load_into(replica)
+            load_newest(subscriber, replica)
             assert places.tolist() == [0, 10 + version, 0, 0, 0, 0, 1, 0]
     with share_model(bus_name, model) as shared:
         assert shared["scale"].item() == model.scale.item() == 12
@@ -197,8 +196,7 @@ def test_what_a_wrapper_stands_for_now_is_loaded_into(bus_name: str, patches: bo
             publisher.publish(version=version)
             if version > 3:
                 target.w.inner = torch.zeros(64)
-            with subscriber.latest(timeout=WAIT_S) as weights:
-                weights.load_into(target)
+            load_newest(subscriber, target)
             assert torch.equal(target.w.inner, source.w.data)
 
 
@@ -231,8 +229,7 @@ class Holder(torch.nn.Module):
 def load(bus: str, model: torch.nn.Module, target: Any, **options: Any) -> None:
     with WeightPublisher(bus, ModuleSource(model)) as publisher, WeightSubscriber(bus) as reader:
         publisher.publish(version=1)
-        with reader.latest(timeout=5.0) as weights:
-            weights.load_into(target, **options)
+        load_newest(reader, target, **options)
 
 
 @pytest.mark.parametrize(

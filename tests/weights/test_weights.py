@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Spawner, wait_until
+from conftest import Spawner, beside, wait_until
 from weight_models import MakePublisher, Odd, Unwritable, bits, many, publishing
 
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
@@ -191,19 +191,16 @@ def test_a_wait_takes_newer_only(publishers: MakePublisher, subscriber: WeightSu
 
 
 def test_a_subscriber_outlives_its_publisher(bus_name: str, publishers: MakePublisher) -> None:
-    got: list[int] = []
     with WeightSubscriber(bus_name) as early:
-        thread = threading.Thread(target=lambda: got.append(early.wait(timeout=20)))
-        thread.start()
-        first = publishers(many(2))
-        first.publish(version=1)
-        thread.join()
+        with beside(early.wait, timeout=20) as got:
+            first = publishers(many(2))
+            first.publish(version=1)
+        assert got.result() == 1
         first.close()  # removes its weights
         publishers(many(3)).publish(version=2)
         assert early.wait(newer_than=1, timeout=20) == 2
         with early.latest(timeout=5) as weights:
             assert len(weights) == 3
-    assert got == [1]
 
 
 def test_weights_stay(by_each: MakePublisher, subscriber: WeightSubscriber) -> None:
@@ -344,8 +341,8 @@ def test_rows_tell_readers_versions(bus_name: str, by_each: MakePublisher, spawn
         "    weights.load_into({name: torch.empty_like(weights[name]) for name in weights})\n"
         "print('loaded', flush=True)\ntime.sleep(600)",
         bus_name,
+        until="loaded",
     )
-    child.expect("loaded")
     (row,) = read_pool(bus_name, "weights").readers
     assert (row.label, row.applied_version, row.holds) == ("vllm-0", 5, [])
     child.kill()

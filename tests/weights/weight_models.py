@@ -142,6 +142,11 @@ def swap(model: Any) -> None:
 MakePublisher = Callable[..., WeightPublisher]
 
 
+def load_newest(subscriber: WeightSubscriber, target: Any, **options: Any) -> None:
+    with subscriber.latest(timeout=20) as weights:
+        weights.load_into(target, **options)
+
+
 @contextmanager
 def publishing(bus: str, **always: Any) -> Iterator[MakePublisher]:
     """Make publishers of a model or a source; the weights are removed at the end."""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 import requests
 from conftest import Spawner, wait_until
 from environment import group_of
+from http_requests import free_port
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -33,12 +33,6 @@ REGISTRATION = {
 PATIENCE_S = 60.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

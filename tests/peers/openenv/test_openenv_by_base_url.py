@@ -1,6 +1,5 @@
 """An agent of a real OpenEnv server through the recorder: step rewards are the score."""
 
-import socket
 import sys
 import threading
 import time
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from http_requests import free_port
 from openenv.core import GenericEnvClient
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
@@ -58,9 +58,7 @@ class Guessing(Environment[Guess, Hint, State]):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     app = create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=4)
     running = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, log_level="error"))
     thread = threading.Thread(target=running.run)

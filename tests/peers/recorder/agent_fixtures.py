@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from engine_log import EngineLog
+from http_requests import free_port
 
 import shmbus
 
@@ -42,9 +42,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 class Engine:
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = EngineLog(folder / "tokens.jsonl")
         self._output = folder / "vllm.log"

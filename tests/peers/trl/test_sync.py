@@ -4,7 +4,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_requests import free_port
 from tiny import make_model
 
 import shmbus
@@ -42,9 +42,7 @@ def workers(bus: str, model: Path, count: int = 2) -> Iterator[list[subprocess.P
 
 def train(bus: str, directory: Path, steps: int, ranks: int = 1, **options: Any) -> str:
     """Run a trainer of so many ranks to its end; return what it wrote to stderr."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-W", "ignore", str(HERE / "sync_trainer.py"), bus, str(directory)]
     running = [
         subprocess.Popen(

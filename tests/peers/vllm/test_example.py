@@ -3,13 +3,13 @@
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from http_requests import free_port
 from serving import kill_all
 
 import shmbus
@@ -20,9 +20,7 @@ START_S, LEARN_S = 180.0, 900.0
 
 @pytest.fixture
 def port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    return str(free_port())
 
 
 def begun(output: Path, port: str, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
