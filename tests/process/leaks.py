@@ -97,9 +97,11 @@ def counts(name: str) -> dict[str, int]:
 def growth(name: str, cycles: int, cycle: Callable[[str, int], None]) -> dict[str, int]:
     for number in range(WARM_UP):
         cycle(name, number)
+        gc.collect()  # the peak of memory must not depend on the collector's turns
     found = [counts(name)]
     for number in range(cycles):
         cycle(name, number)
+        gc.collect()
         if number in (cycles // 3, 2 * cycles // 3, cycles - 1):
             found.append(counts(name))
     report = {"cycles": cycles} | {key: found[-1][key] - found[0][key] for key in found[0]}

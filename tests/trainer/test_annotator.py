@@ -144,7 +144,7 @@ def test_what_an_annotator_writes_wrong_is_named(
         with pytest.raises(error, match=message):
             group.write(**given)
         assert group.write(ref_logprobs=reference(group))
-        with pytest.raises(ProtocolError, match="group 'q0': it was written before; each gro"):
+        with pytest.raises(ProtocolError, match="group 'q0': it was written before; each"):
             group.write(ref_logprobs=reference(group))
 
 
