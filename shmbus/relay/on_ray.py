@@ -174,8 +174,12 @@ class _Place(NamedTuple):
             return text
         return f"{text}-{zlib.crc32(self.resource.encode()):08x}"
 
+    @property
+    def name(self) -> str:
+        return f"{self.bus}@{self.node}"
+
     def address(self, relay: str, kind: str = "") -> str:
-        return f"{_PREFIX}.{relay}.{kind}{self.bus}@{self.node}"
+        return f"{_PREFIX}.{relay}.{kind}{self.name}"
 
 
 def _probe(name: str) -> bool:
@@ -238,6 +242,43 @@ def _check_places(places: Sequence[_Place]) -> None:
         )
 
 
+def _check_circles(coordinator: str, sources: Sequence[_Place], sinks: Sequence[_Place]) -> None:
+    """Refuse a relay whose groups would come back through running relays."""
+    onward: dict[str, set[str]] = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        address = actor["name"]
+        if actor["namespace"] != NAMESPACE or not address.endswith(f".{_COORDINATOR}"):
+            continue
+        plan = None if address == coordinator else _plan_of(address)
+        if plan is None:
+            continue
+        prefix = address.removesuffix(_COORDINATOR)
+        sinks_of = {each.removeprefix(prefix) for each in plan.sinks}
+        for each in plan.sources:
+            onward.setdefault(each.removeprefix(prefix), set()).update(sinks_of)
+    reached: set[str] = set()
+    found = {each.name for each in sinks}
+    while found:
+        reached |= found
+        found = set().union(*(onward.get(each, set()) for each in found)) - reached
+    circle = sorted(reached.intersection(each.name for each in sources))
+    if circle:
+        raise ValueError(
+            f"relay: groups would come back to {circle[0]!r}, the source, through relays that run "
+            "from the trainer's bus: stop one of them, or name another bus"
+        )
+
+
+def _plan_of(address: str) -> PartyPlan | None:
+    """Return an actor's plan; None without an actor, or of an actor just ended."""
+    try:
+        actor = ray.get_actor(address, namespace=NAMESPACE)
+        runs = ray.get(actor.describe.remote(), timeout=_ANSWER_S)["plan"]
+    except (ValueError, ray.exceptions.RayError):
+        return None
+    return msgspec.json.decode(runs, type=PartyPlan)
+
+
 def start(
     source: str | Sequence[str],
     trainers: Sequence[str],
@@ -264,6 +305,7 @@ def start(
     _check_places([*from_places, *to_places])
     name = sources[0].partition("@")[0]
     coordinator = f"{_PREFIX}.{name}.{_COORDINATOR}"
+    _check_circles(coordinator, from_places, to_places)
     plans = [
         (place, PartyPlan("source", place.address(name), coordinator, place.bus))
         for place in from_places
@@ -310,13 +352,10 @@ def _plan_weights(
 
 def _require_same(name: str, plan: PartyPlan) -> None:
     """Raise BusBusyError if this relay already runs with another plan."""
-    try:
-        actor = ray.get_actor(plan.address, namespace=NAMESPACE)
-        runs = ray.get(actor.describe.remote(), timeout=_ANSWER_S)["plan"]
-    except (ValueError, ray.exceptions.RayError):
-        return  # no actor, or an actor just ended
-    ours = msgspec.json.encode(plan).decode()
-    theirs = msgspec.json.decode(runs, type=PartyPlan)
+    theirs = _plan_of(plan.address)
+    if theirs is None:
+        return
+    ours, runs = (msgspec.json.encode(each).decode() for each in (plan, theirs))
     # The sources list the nodes with mirrors.
     same = bool(theirs.mirrors) == bool(plan.mirrors)
     if not same or msgspec.structs.replace(theirs, mirrors=plan.mirrors) != plan:

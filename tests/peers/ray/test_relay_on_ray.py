@@ -332,6 +332,8 @@ def test_a_second_start_returns_or_refuses_a_relay(cluster: Any, buses: dict[str
             shmbus.relay.start(left, [trainer], release="put")
         with pytest.raises(shmbus.BusBusyError, match="runs already, with different"):
             shmbus.relay.start(left, [trainer], keep="/tmp")
+        with pytest.raises(ValueError, match="groups would come back to"):
+            shmbus.relay.start(trainer, [left])
     finally:
         relay.stop()
     wait_until(lambda: all("error" in each for each in relay.describe()), "all to end")
