@@ -1,7 +1,7 @@
-"""vLLM's own parameters as the single copy in which a trainer steps.
+"""vLLM's parameters as the single copy of trainer and engine.
 
-Invariants: parameters move before vLLM compiles or captures graphs, which keep addresses; only a
-model whose every parameter vLLM computes with directly is shared, otherwise the start fails.
+Invariants: parameters move before vLLM compiles or captures graphs, which keep addresses; with a
+parameter that vLLM repacks for its kernels the start fails.
 
 Source: vllm/v1/worker/gpu_worker.py, vllm/model_executor/layers/linear.py and
 vllm/model_executor/layers/utils.py of vLLM 0.32.
@@ -48,7 +48,7 @@ def share_engine(config: Any, model: torch.nn.Module) -> SharedModel | None:
 
 
 def _refusal(config: Any) -> str:
-    """Name the option of an engine whose weights are more than one process's parameters."""
+    """Name the option that spreads or changes an engine's parameters; "" without such an option."""
     parallel = config.parallel_config
     ranks = parallel.world_size * parallel.data_parallel_size
     if ranks != 1:
@@ -63,7 +63,7 @@ def _refusal(config: Any) -> str:
 
 
 def _repacked(model: torch.nn.Module) -> str:
-    """Name the parameters of which vLLM's kernels read another form."""
+    """Name parameters repacked for vLLM's kernels; "" without such parameters."""
     found = []
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)

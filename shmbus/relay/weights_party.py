@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -135,9 +136,11 @@ class RemoteRows:
     def hear(self, state: MirrorState, pool: str) -> None:
         """Write a mirror's living readers, and leave other mirrors' rows."""
         living: dict[tuple[str, int], EngineRow] = {}
+        of_label: Counter[str] = Counter()
         for row in state.engines:
             if row.alive:
-                living[row.label, sum(label == row.label for label, _ in living)] = row
+                living[row.label, of_label[row.label]] = row
+                of_label[row.label] += 1
         self.forget({state.address}, but=living)
         for (label, number), row in living.items():
             try:
