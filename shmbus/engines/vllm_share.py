@@ -1,4 +1,4 @@
-"""vLLM's parameters as the single copy of trainer and engine.
+"""vLLM's parameters as the single copy of trainer and engine, on a bus or by a bridge file.
 
 Invariants: parameters move before vLLM compiles or captures graphs, which keep addresses; with a
 parameter that vLLM repacks for its kernels the start fails.
@@ -10,16 +10,20 @@ vllm/model_executor/layers/utils.py of vLLM 0.32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from shmbus.base.arguments import check_path
 from shmbus.engines.rows import say_version
 from shmbus.errors import WeightsError
 from shmbus.weights import SharedModel, Slice, share_model
+from shmbus.weights.bridge import write_bridge
 
-#: Key of vLLM's ``--additional-config``, with the bus as its value.
+#: Keys of vLLM's ``--additional-config``: a bus, or the folder of Atropos's bridge file.
 SHARE: Final = "shmbus_share"
+BRIDGE: Final = "shmbus_bridge"
 #: Methods of vLLM's layers that compute with the parameter itself.
 _DIRECT: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 #: Limit of parameters named in a message.
@@ -27,17 +31,25 @@ _SHOWN: Final = 4
 
 
 def share_engine(config: Any, model: torch.nn.Module) -> SharedModel | None:
-    """Share a worker's parameters on the bus of its options; return None without the option."""
+    """Share a worker's parameters as its options say; return what a bus shares."""
     options = config.additional_config
-    bus = options.get(SHARE) if isinstance(options, Mapping) else None
-    if bus is None:
+    found = options if isinstance(options, Mapping) else {}
+    asked = {key: found[key] for key in (SHARE, BRIDGE) if found.get(key) is not None}
+    if not asked:
         return None
     refused = _refusal(config) or _repacked(model)
+    if len(asked) > 1:
+        refused = "memory named on a bus has no handles for a bridge file"
     if refused:
         raise WeightsError(
-            f"--additional-config {SHARE}: {bus!r}: {refused}. Start the server without "
-            f"{SHARE!r}, and publish versions with WeightPublisher"
+            f"--additional-config {asked}: {refused}. Start the server without "
+            f"{' or '.join(map(repr, asked))}, and publish versions with WeightPublisher"
         )
+    if BRIDGE in asked:
+        check_path(BRIDGE, asked[BRIDGE])
+        write_bridge(Path(asked[BRIDGE]), config.model_config.model, dict(model.named_parameters()))
+        return None
+    bus = asked[SHARE]
     # No checkpoint has vLLM's buffers, such as scales.
     shared = share_model(
         bus, model, slices=dict(_parts(model)), version=0, writes=False, buffers=False

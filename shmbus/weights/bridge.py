@@ -1,8 +1,9 @@
-"""Atropos's bridge file: a trainer on the engine memory exported by its patched vLLM.
+"""Atropos's bridge file: a trainer on the device memory that a vLLM server exports.
 
 ``vllm_bridge_config.json`` lists an engine's device tensors, each with the eight parts of a torch
-handle. shmbus opens them, and a model's parameters become views of them. Nothing guards such an
-engine: pause its server for a step by the server's own means.
+handle. A server of Atropos or one with the plug-in of shmbus writes the file; a trainer opens the
+handles, and a model's parameters become views of them. Nothing guards such an engine: pause its
+server for a step by the server's own means.
 
 Invariants: the file is typed and checked whole, and every handle is opened, before a parameter
 of the model changes; nothing is unpickled.
@@ -119,6 +120,41 @@ def attach_bridge(model: torch.nn.Module, path: Path | str | None = None) -> Pat
         raise ManifestError(f"{found} does not fit the model, and it was not changed", faults)
     put_views(model, views, writable=True)
     return found
+
+
+def write_bridge(folder: Path, model: str, tensors: Mapping[str, torch.Tensor]) -> Path:
+    """Write the bridge file of an engine's device tensors by an atomic rename; return its path."""
+    handles = {}
+    for name, tensor in tensors.items():
+        view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype))
+        parts = zip(_Handle.__struct_fields__, (*_exported(tensor), *view), strict=True)
+        handles[name] = _Handle(**dict(parts))
+    params = {
+        name: {
+            "vllm_name": name, "shape": tuple(each.shape), "dtype": str(each.dtype),
+            "device": str(each.device),
+        }
+        for name, each in tensors.items()
+    }  # fmt: skip
+    file = {
+        "model": model, "tp_degree": 1, "dp_shard_degree": 1, "param_names": list(tensors),
+        "param_mappings": params, "ipc_handles": handles, "num_params": len(tensors),
+        "shared_weights_enabled": True, "single_copy_enabled": True,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f"{FILE}.{os.getpid()}"
+    new.touch(0o600)  # a handle gives write access to the engine's memory
+    new.write_bytes(msgspec.json.encode(file))
+    return new.replace(folder / FILE)
+
+
+def _exported(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the eight parts of the storage's handle."""
+    storage: Any = tensor.untyped_storage()
+    try:
+        return tuple(storage._share_cuda_())
+    except RuntimeError as error:
+        raise WeightsError(f"a bridge file needs parameters on a CUDA device: {error}") from error
 
 
 def _find(path: Path | str | None) -> Path:

@@ -170,6 +170,33 @@ def test_what_does_not_fit_changes_no_parameter(
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+def test_the_written_file_is_that_of_atropos(
+    tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same handles; ours adds names and devices, as document and reader of Atropos have."""
+    handles = {each.data_ptr(): name for name, each in tensors.items()}
+
+    def exported(tensor: torch.Tensor) -> tuple[Any, ...]:
+        name = handles[tensor.data_ptr()]
+        return 0, name.encode(), tensors[name].nbytes, 0, b"c", 0, b"e", False
+
+    with pytest.raises(WeightsError, match="on a CUDA device"):
+        bridge.write_bridge(tmp_path, "m", tensors)
+    monkeypatch.setattr(bridge, "_exported", exported)
+    path = bridge.write_bridge(tmp_path / "logs", "m", tensors)
+    assert path.stat().st_mode & 0o777 == 0o600 and list(path.parent.iterdir()) == [path]
+    found, wanted = json.loads(path.read_text()), plain(tensors)
+    for name, each in wanted["ipc_handles"].items():
+        each["ref_counter_handle_b64"] = each["ref_counter_handle_b64"]["_bytes_b64_"]
+        wanted["param_mappings"][name] |= {"vllm_name": name, "device": "cpu"}
+    del wanted["something_else"]
+    own = {"param_names": list(tensors), "shared_weights_enabled": True}
+    assert found == wanted | own
+    model = without_memory(PARTS, torch.float32)
+    assert attach_bridge(model, path) == path
+    assert model.get_parameter("model.norm.weight").data_ptr() in handles
+
+
 def test_a_missing_file_names_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
@@ -181,8 +208,7 @@ def test_a_missing_file_names_all_places(tmp_path: Path, monkeypatch: pytest.Mon
 def export(pipe: Connection, folder: str) -> None:
     """Be an engine on a device that writes a bridge file."""
     tensors = engine_tensors("cuda")
-    handles = {name: each.untyped_storage()._share_cuda_() for name, each in tensors.items()}
-    Path(folder, bridge.FILE).write_text(json.dumps(said(tensors, handles.__getitem__)))
+    bridge.write_bridge(Path(folder), "m", tensors)
     pipe.send("written")
     pipe.recv()
     torch.cuda.synchronize()

@@ -1,6 +1,8 @@
 """A vLLM worker shares its parameters under the checkpoint's names, or its start fails by name."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from weight_models import without_memory
 from shmbus import Bus
 from shmbus.engines.vllm_share import share_engine
 from shmbus.errors import WeightsError
-from shmbus.weights import attach_model
+from shmbus.weights import attach_model, bridge
 
 
 class Linear(torch.nn.Linear):
@@ -66,12 +68,32 @@ def test_a_trainer_steps_in_the_parts_of_fused_parameters(bus_name: str) -> None
     assert share_engine(SimpleNamespace(additional_config={}), worker()) is None
 
 
+def test_a_bridge_file_has_vllms_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bridge, "_exported", lambda tensor: (0, b"i", 9, 0, b"c", 0, b"e", False))
+    engine = config("")
+    engine.model_config.model = "Qwen/Qwen3-0.6B"
+    engine.additional_config = {"shmbus_bridge": str(tmp_path)}
+    assert share_engine(engine, worker()) is None
+    written = json.loads((tmp_path / bridge.FILE).read_text())
+    assert written["model"] == "Qwen/Qwen3-0.6B"
+    # The tied embedding once.
+    names = ["attn.qkv_proj.weight", "attn.o_proj.weight", "lm_head.weight"]
+    assert written["param_names"] == list(written["ipc_handles"]) == names
+    engine.additional_config = {"shmbus_bridge": 5}
+    with pytest.raises(TypeError, match="shmbus_bridge"):
+        share_engine(engine, worker())
+
+
 @pytest.mark.parametrize(
     ("said", "change"),
     [
         ("4 ranks", lambda engine, model: vars(engine.parallel_config).update(world_size=4)),
         ("sleep-mode", lambda engine, model: vars(engine.model_config).update(enable_sleep_mode=1)),
         ("latent attention", lambda engine, model: vars(engine.model_config).update(use_mla=True)),
+        (
+            "no handles",
+            lambda engine, model: engine.additional_config.update(shmbus_bridge="logs"),
+        ),
         ("enable-lora", lambda engine, model: vars(engine).update(lora_config=True)),
         ("repacks at", lambda engine, model: setattr(model.attn.o_proj, "quant_method", object())),
         ("repacks at", lambda engine, model: setattr(model.attn.o_proj.weight, "data", model.none)),

@@ -11,10 +11,11 @@ import pytest
 import torch
 import vllm_model as tiny
 from serving import PROMPTS, SERVER_OPTIONS, Server, fresh_outputs, serving
+from updates_table import order
 
 from shmbus import Bus, DamagedError
 from shmbus.engines import EngineError, EngineFleet, VllmServer
-from shmbus.weights import ModuleSource, WeightPublisher, attach_model
+from shmbus.weights import ModuleSource, WeightPublisher, attach_bridge, attach_model
 
 pytest_plugins = ["vllm_fixtures"]
 pytestmark = pytest.mark.timeout(900)
@@ -79,6 +80,32 @@ async def test_an_optimizers_steps_are_the_servers_at_once(bus: Bus, tmp_path: P
         print(f"{torch.cuda.max_memory_allocated() >> 20} MiB of the trainer's own at most")
     tiny.tokenizer().save_pretrained(trained)
     assert found == (await fresh_outputs({3: trained}, tmp_path, 1, seeds=(3,)))[3]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the handles are those of CUDA")
+async def test_a_trainer_steps_by_the_bridge_file_of_a_stock_server(tmp_path: Path) -> None:
+    first, trained = tmp_path / "first", tmp_path / "trained"
+    tiny.save(str(first), 1, SHAPE, DTYPE)
+    options = "--additional-config", json.dumps({"shmbus_bridge": str(tmp_path)})
+    async with serving(first, tmp_path / "log", 1, *options) as server:
+        before = await server.greedy()
+        for _ in range(2):  # the second trainer opens the handles of the first again
+            model = tiny.build(0, SHAPE, DTYPE)
+            attach_bridge(model, tmp_path / "vllm_bridge_config.json")
+            model.to(DEVICE)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+            for _ in range(STEPS):
+                ids = torch.randint(128, (4, 64), device=DEVICE)
+                model(input_ids=ids, labels=ids).loss.backward()
+                await order(server, "pause?mode=keep")
+                optimizer.step()
+                torch.cuda.synchronize()
+                await order(server, "resume")
+                optimizer.zero_grad()
+        model.save_pretrained(trained)
+        found = await server.greedy()
+    tiny.tokenizer().save_pretrained(trained)
+    assert found == (await fresh_outputs({3: trained}, tmp_path, 1, seeds=(3,)))[3] != before
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="vLLM packs no weights there")
