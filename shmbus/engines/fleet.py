@@ -983,6 +983,8 @@ class EngineFleet(ClosedByAsyncWith):
         deadline = time.monotonic() + self.timeout
         while True:
             try:
+                if sleep is not None and not await server.paused(self.timeout):
+                    break  # vLLM resumes with its cache
                 await server.resume(self.timeout)
                 if not await server.paused(self.timeout):
                     break

@@ -48,7 +48,7 @@ MOVES = ("sleep", "wake", "/release_memory_occupation", "/resume_memory_occupati
 STEPS = {
     "vllm": [
         "pause", "sleep", "prepare", "wake weights", "start", "update", "encoder",
-        "finish", "wake kv_cache", "resume",
+        "finish", "wake kv_cache",  # resumes
     ],
     "sglang": [
         "pause", "sleep", "wake weights", "begin", "update", "end", "wake kv_cache", "resume",
