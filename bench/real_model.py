@@ -29,7 +29,7 @@ ARMS: Final = {
 
 
 def trial(options: argparse.Namespace, scale: Scale, name: str, seed: int) -> dict[str, Any]:
-    """Run an arm with a seed; return the figures."""
+    """Run an arm with a seed; return the figures, rates without the server's start."""
     dtype, remedy = ARMS[name]
     with tempfile.TemporaryDirectory() as output:
         config = ChatConfig(
@@ -38,7 +38,7 @@ def trial(options: argparse.Namespace, scale: Scale, name: str, seed: int) -> di
         )  # fmt: skip
         run = ChatRun(config, scale._replace(dtype=dtype), remedy)
         run.run()
-    last, seconds = run.figures[-20:], run.training[-1].seconds
+    last, seconds = run.figures[-20:], run.training[-1].seconds - run.held_out[0].seconds
     found = {
         f"{key}_last": statistics.fmean(row[key] for row in last)
         for key in ("reward", "mean", "p99", "k3", "clip_fraction")
