@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec.inspect
-import numpy as np
 from harness import Bytes, run
 
 import shmbus
@@ -73,8 +72,7 @@ def make(kind: Any, given: Bytes, likely: Mapping[str, Sequence[Any]]) -> Any:
 
 def request(given: Bytes, likely: Mapping[str, Sequence[Any]]) -> messages.Request:
     """Make a well-formed message of a client, of any kind."""
-    made: messages.Request = make(_KINDS[given.number() % len(_KINDS)], given, likely)
-    return made
+    return make(_KINDS[given.number() % len(_KINDS)], given, likely)
 
 
 class FuzzedService:
@@ -99,17 +97,10 @@ class FuzzedService:
 
     def put(self, way: int) -> None:
         """Put a sample of a new group, or both, while the bus has room."""
-        group = f"g{next(self.groups)}"
+        group, where = f"g{next(self.groups)}", {"split": _SPLITS[way // 2 % 2], "timeout": 0}
         for index in range(1 + way % 2):
             try:
-                self.producer.put(
-                    group,
-                    group_size=2,
-                    index=index,
-                    split=_SPLITS[way // 2 % 2],
-                    tokens=np.zeros(50),
-                    timeout=0,
-                )
+                self.producer.put(group, group_size=2, index=index, tokens=[0] * 50, **where)
             except shmbus.BusFullError:
                 return
             number, sequence = self.producer.producer_id, next(self.sequences)
@@ -172,11 +163,10 @@ class FuzzedService:
                 if isinstance(came, Session):
                     sessions[slot] = came
             else:
-                body = (
-                    given.take(given.number())
-                    if act % 8 == 2
-                    else messages.frame(request(given, self.likely))[4:]
-                )
+                if act % 8 == 2:
+                    body = given.take(given.number())
+                else:
+                    body = messages.frame(request(given, self.likely))[4:]
                 if act % 8 == 7 or not self.say(session, body):
                     service.leave(sessions.pop(slot), orderly=act < 128)
         if service.frozen:

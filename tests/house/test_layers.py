@@ -110,6 +110,7 @@ OPEN_TO_THE_RECORDER = (
     "shmbus.cli._options.Commands",
     "shmbus.cli._options.add_numbers",
     "shmbus.cli._options.bus_name",
+    "shmbus.cli._options.number_of",
     "shmbus.cli._options.require_extra",
     "shmbus.cli._options.whole",
     "shmbus.daemon.logs",
