@@ -59,8 +59,8 @@ def command(name: str) -> str:
     return f"python {name}" if name.endswith(".py") else f"python -m bench.{name}"
 
 
-def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Make the parser of a program, with the common options."""
+def parser_of(name: str, description: str | None, **levels: str) -> argparse.ArgumentParser:
+    """Make the parser of a program, with the common options; at most one level is given."""
     parser = argparse.ArgumentParser(
         prog=command(name), description=(description or "").split("\n")[0]
     )
@@ -68,9 +68,10 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--repetitions", type=at_least_one, metavar="N", help="of each row (default: the level's)"
     )
-    parser.add_argument(
-        "--tiny", action="store_true", help="only see that it runs; its figures mean nothing"
-    )
+    group = parser.add_mutually_exclusive_group()
+    levels["tiny"] = "only see that it runs; its figures mean nothing"
+    for level, meaning in levels.items():
+        group.add_argument(f"--{level}", action="store_true", help=meaning)
     return parser
 
 

@@ -71,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     names = [name for name in contenders() if name != OURS]
     parser = program.parser_of(
-        "bench", "Measure shmbus, and other ways to move a trajectory; close other work first."
-    )
-    parser.add_argument("--quick", action="store_true", help="five minutes (default)")
-    parser.add_argument("--full", action="store_true", help="what figures are kept of")
+        "bench", "Measure shmbus, and other ways to move a trajectory; close other work first.",
+        quick="five minutes (default)", full="what figures are kept of",
+    )  # fmt: skip
     parser.add_argument(
         "--only", action="extend", type=_named, metavar="NAME", default=[],
         help=f"rows of shmbus by name or pattern, such as 'hop-*', or programs; may be repeated: "

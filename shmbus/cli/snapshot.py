@@ -6,7 +6,6 @@ import argparse
 
 import msgspec
 
-from shmbus import errors
 from shmbus.base.arguments import parse_size
 from shmbus.base.format import printable, several, show_count, show_size
 from shmbus.cli._options import Commands, add_command, bus_name, checked, path, print_json
@@ -80,14 +79,9 @@ def run_snapshot(arguments: argparse.Namespace) -> int:
 
 def run_restore(arguments: argparse.Namespace) -> int:
     """Restore, and print the content of the bus."""
-    try:
-        manifest = snapshot.restore(
-            arguments.directory, arguments.name, capacity=arguments.capacity, again=arguments.again
-        )
-    except (TypeError, ValueError) as error:
-        if isinstance(error, errors.ShmbusError):
-            raise
-        raise RuntimeError(str(error)) from error
+    manifest = snapshot.restore(
+        arguments.directory, arguments.name, capacity=arguments.capacity, again=arguments.again
+    )
     if arguments.json:
         print_json(manifest)
     else:

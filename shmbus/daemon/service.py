@@ -387,6 +387,9 @@ class Service:
             session.note_ended([lease.number for lease in found], [])
             self.serve(now)
         elif isinstance(request, messages.Claim):
+            if session.settled:
+                raise errors.ProtocolError("a Claim after the last one")
+            session.settled = request.last
             if self.frozen:
                 self._deferred_claims.append((session, request))
             else:
@@ -468,25 +471,23 @@ class Service:
         self.collector.flush()
 
     def _claim(self, session: Session, request: messages.Claim, now: float) -> None:
-        if session.settled:
-            raise errors.ProtocolError("a Claim after the last one")
-        session.settled = request.last
         if self._claims is not None:
             self._claims.add(session, request.groups)
-            if request.last and not request.groups:
-                session.send(messages.Claimed())
-            self._rejoin(session)
+            if request.last:
+                if not request.groups:
+                    session.send(messages.Claimed())
+                self._rejoin(session)
             self._finish_recovery(now)
             return
         session.send(self._in_doubt.claim(session, request.groups, self._table))
-        self._rejoin(session)
         if request.last:
+            self._rejoin(session)
             self._put_back(self._in_doubt.clear(session.client))
             self.serve(now)
 
     def _rejoin(self, session: Session) -> None:
         """Let a rank continue its steps after its last claim."""
-        if session.settled and session.rank >= 0:
+        if session.rank >= 0:
             assert self._planner is not None
             self._planner.join(session.rank, session.next_step, self._held())
 

@@ -187,11 +187,9 @@ class BatchQueue:
         if not self._reader.attached:
             return
         async with self._draining:
-            unusable: list[shmbus.Group] = []
             acknowledged: list[shmbus.Group] = []
-            for group in await self._reader.take():
-                if not self._sort(group, acknowledged):
-                    unusable.append(group)
+            groups = await self._reader.take()
+            unusable = [group for group in groups if not self._sort(group, acknowledged)]
             self._drained_s = time.monotonic()
             await self._reader.ack(acknowledged)
             await self._reader.drop(unusable)

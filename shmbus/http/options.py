@@ -35,13 +35,8 @@ def address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     # A URL is the likeliest mistake.
-    if (
-        not colon
-        or not host
-        or "/" in host
-        or not (port.isascii() and port.isdecimal())
-        or int(port) > 65535
-    ):
+    is_number = port.isascii() and port.isdecimal()
+    if not (colon and host and is_number) or "/" in host or int(port) > 65535:
         raise argparse.ArgumentTypeError(
             f"expected HOST:PORT, such as 127.0.0.1:8000, got {text!r}"
         )

@@ -11,7 +11,7 @@ import os
 from typing import Final
 from urllib.parse import urlsplit
 
-from shmbus.cli._options import Commands, add_numbers, bus_name, require_extra, whole
+from shmbus.cli._options import Commands, add_numbers, bus_name, number_of, require_extra, whole
 from shmbus.http.options import add_server_options, allow_connections, read_token, settings_of
 from shmbus.pool.server_rows import engine_address
 from shmbus.recorder.sampling import OPTIONS
@@ -123,10 +123,7 @@ def _sampling(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
+        number = number_of(value)
         least, most = OPTIONS.get(name, (math.inf, -math.inf))
         if not least <= number <= most or (name == "top_k" and number % 1):
             known = (f"{each}={a:g} to {b:g}" for each, (a, b) in OPTIONS.items())

@@ -204,7 +204,8 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         ) from error
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        check_name(manifest.bus)
+    except (msgspec.MsgspecError, ValueError) as error:
         raise damaged(path, f"expected the manifest of a snapshot: {error}") from error
     if manifest.format != _FORMAT or manifest.version != _VERSION:
         raise errors.LayoutMismatchError(

@@ -9,7 +9,6 @@ import argparse
 import os
 import secrets
 import socket
-import sys
 
 from shmbus.cli._options import Commands, bus_name, host, require_extra, whole
 
@@ -55,7 +54,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve; 1 with a hint for a missing extra, 2 for wrong arguments."""
+    """Serve until the end."""
     require_extra("web", "aiohttp")
     from shmbus.web.server import serve
     from shmbus.web.settings import Settings
@@ -64,13 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     names = tuple(dict.fromkeys(arguments.names))
     plain = token.isascii() and token.replace("-", "").replace("_", "").isalnum()
     if len(token) < _TOKEN_LETTERS or not plain:
-        print(
-            f"shmbus web: SHMBUS_WEB_TOKEN: expected {_TOKEN_LETTERS} or more ASCII letters and "
-            f"digits, got {len(token)}{'' if plain else ' with others'}; unset it to have one made",
-            file=sys.stderr,
+        raise ValueError(
+            f"SHMBUS_WEB_TOKEN: expected {_TOKEN_LETTERS} or more ASCII letters and digits, got "
+            f"{len(token)}{'' if plain else ' with others'}; unset it to have one made"
         )
-        return 2
     settings = Settings(buses=names, host=arguments.host, port=arguments.port, token=token)
     parent = None if arguments.parent_fd is None else socket.socket(fileno=arguments.parent_fd)
-
     return serve(settings, parent, lambda address: print(f"the page: {address}", flush=True))

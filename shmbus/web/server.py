@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -37,6 +38,7 @@ from shmbus.web.settings import Settings
 
 #: A browser's mark of a request from another site's page.
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
+_ROUND: Final = re.compile(r"-?[0-9]{1,19}")
 
 
 class PageAccess(Access):
@@ -190,10 +192,9 @@ class Page:
     async def _group(self, request: web.BaseRequest) -> web.Response:
         name = self._bus_of(request)
         query = request.query
-        try:
-            round = int(query["round"]) if "round" in query else None
-        except ValueError:
-            raise Refusal(HTTPStatus.BAD_REQUEST, "round: expected a number") from None
+        if not _ROUND.fullmatch(query.get("round", "0")):
+            raise Refusal(HTTPStatus.BAD_REQUEST, "round: expected a number")
+        round = int(query["round"]) if "round" in query else None
         about = GroupName(query.get("id", ""), round, query.get("split", "train"))
         if not name or not fits(about):
             raise Refusal(HTTPStatus.BAD_REQUEST, "expected a bus, and a group's id")

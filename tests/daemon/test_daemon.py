@@ -299,10 +299,12 @@ def still_serves(name: str) -> bool:
 
 
 def test_bad_clients_are_answered_or_closed_and_nobody_else_notices(
-    daemon: Served, bus_name: str
+    daemon: Served, bus_name: str, tmp_path: Path
 ) -> None:
     served = daemon("--capacity", "8MiB")
     take = messages.frame(messages.Take(id=1, max_groups=1))
+    claim = messages.frame(messages.Claim(groups=[]))
+    snapshot = messages.frame(messages.TakeSnapshot(id=1, directory=str(tmp_path / "snapshot")))
     cases = {
         "control message": b"\x03\x00\x00\x00\xff\xff\xff",
         "expected Hello": take,
@@ -313,7 +315,8 @@ def test_bad_clients_are_answered_or_closed_and_nobody_else_notices(
         "got Hello after its Hello": hello(bus_name) * 2,
         "observer": hello(bus_name, observer=True) + take,
         "wait already": hello(bus_name) + take * (MAX_WAITING + 1),
-        "after the last one": hello(bus_name) + messages.frame(messages.Claim(groups=[])),
+        "after the last one": hello(bus_name) + claim,
+        "a Claim after": hello(bus_name, client=1) + snapshot + claim * 2,
     }
     for expected, data in cases.items():
         with raw(bus_name) as connection:

@@ -71,6 +71,8 @@ OPEN_TO_TRAINERS = (
     "shmbus.base.programs.",
     "shmbus.batch.",
     "shmbus.channel.",
+    "shmbus.cli._options.Commands",
+    "shmbus.cli._options.whole",
     "shmbus.data.encoding.decodable",
     "shmbus.data.sample_rows.",
     "shmbus.data.status_types.MismatchStatus",
@@ -89,7 +91,6 @@ OPEN_TO_TRAINERS = (
 # log is written, how a bus looks from outside, a file with a lock, and its own C.
 OPEN_TO_THE_GATEWAY = (
     *OPEN_TO_TRAINERS,
-    "shmbus.cli._options.Commands",
     "shmbus.cli._options.add_numbers",
     "shmbus.cli._options.bus_name",
     "shmbus.cli._options.require_extra",
@@ -109,6 +110,7 @@ OPEN_TO_THE_RECORDER = (
     "shmbus.cli._options.Commands",
     "shmbus.cli._options.add_numbers",
     "shmbus.cli._options.bus_name",
+    "shmbus.cli._options.number_of",
     "shmbus.cli._options.require_extra",
     "shmbus.cli._options.whole",
     "shmbus.daemon.logs",

@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from conftest import Daemon, together
+from conftest import Daemon, together, wait_until
 
 from shmbus import Bus, Consumer, Feeder, Producer
 from shmbus.batch.uninterrupted import finalizer
 from shmbus.channel import ChannelSender
 from shmbus.segment.locked_file import LockedFile
+from shmbus.tensors.device.arena import DescriptorServer
+from trainer_adapter.handler.group_calls import GroupCalls
 
 
 class Interrupts:
@@ -90,6 +93,24 @@ def test_a_consumer_of_a_daemon_gives_its_leases_back(
 def test_a_handle_without_a_finalizer_has_a_weak_reference_with_a_callback(bus_name: str) -> None:
     interrupt_at_the_end_of([ChannelSender(bus_name)])
     ChannelSender(bus_name).close()
+
+
+def test_a_server_of_descriptors_and_a_loop_of_calls_stop(tmp_path: Path) -> None:
+    place = str(tmp_path / "socket")
+    interrupt_at_the_end_of([DescriptorServer(place, lambda question: (question, None))])
+    assert not os.path.exists(place)
+
+    async def score(group: object) -> int:
+        return 1
+
+    group: Any = SimpleNamespace(state="leased")
+    calls = GroupCalls("score_group", score, None, None)
+    calls.run([group], lambda group, scored: None, None)
+    things = [calls]
+    del calls
+    interrupt_at_the_end_of(things)
+    names = ("shmbus-descriptors", "shmbus-groups")
+    wait_until(lambda: not any(each.name in names for each in threading.enumerate()))
 
 
 def test_a_fault_of_its_own_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,6 +283,7 @@ DAMAGES = {
     "another version": lambda d: edit(d, version=99),
     "another format": lambda d: edit(d, format="tar"),
     "negative counts": lambda d: edit(d, records=-1),
+    "a name of no bus": lambda d: edit(d, bus="a/b"),
     "missing reasons": lambda d: edit(d, released={"acknowledged": 3}),
     "a number that cannot be": lambda d: edit(d, next_producer_id=1),
     "counts that do not add up": lambda d: edit(d, unreadable=5),

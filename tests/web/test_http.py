@@ -53,7 +53,7 @@ STRANGERS: list[tuple[str, dict[str, str], int]] = [
     ("/group?bus=nobody&id=q", {}, 404),
     ("/group", {}, 400),
     ("/group?id=", {}, 400),
-    ("/group?id=q&round=x", {}, 400),
+    *((f"/group?id=q&round={word}", {}, 400) for word in ("x", "%2B5", "1_0", "%D9%A3", "%205")),
     (f"/group?id=q&round={'9' * 5000}", {}, 400),
     ("/group?id=q&round=-9223372036854775808", {}, 400),
     (f"/group?id={'x' * 256}", {}, 400),

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from shmbus.cli._options import Commands, whole
 
 _MOST = (1 << 63) - 1
 
@@ -39,7 +35,7 @@ def add_parser(commands: Commands) -> None:
     ):
         parser.add_argument(
             option,
-            type=_from(*bounds),
+            type=whole(*bounds),
             default=default,
             help=help if default is None else f"{help} (default {default})",
         )
@@ -59,19 +55,8 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
-def _from(least: int, most: int) -> Callable[[str], int]:
-    def take(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
-        if int(text) > most:
-            raise argparse.ArgumentTypeError(f"expected at most {most}, got {text}")
-        return int(text)
-
-    return take
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """Run the demo; return 1 with a hint for missing packages, 2 for options that do not fit."""
+    """Run the demo."""
     if bool(arguments.engine) != bool(arguments.model) or (arguments.engine and arguments.chaos):
         raise ValueError("expected --engine vllm and --model FOLDER, no --chaos")
     if arguments.turns and not arguments.engine:
@@ -85,8 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         install = "pip install 'shmbus[demo,engines]' vllm; on a CPU, `make demo-real` in a clone"
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"shmbus demo needs {', '.join(missing)}: {install}", file=sys.stderr)
-        return 1
+        raise RuntimeError(f"it needs {', '.join(missing)}: {install}")
     options = {name: value for name, value in vars(arguments).items() if value is not None}
     if arguments.engine:
         from trainer_adapter.demo import chat

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 import shmbus
 from shmbus.batch.scores import are_equal
+from shmbus.batch.uninterrupted import finalizer
 from trainer_adapter.batches.columns import check_columns
 from trainer_adapter.batches.extra_fields import ExtraFields
 
@@ -266,13 +267,22 @@ class _LoopThread:
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            loop = asyncio.new_event_loop()
+            self._end = weakref.finalize(self, _stop, loop)  # at the process's end
+            self._loop = loop
             self._thread = threading.Thread(
-                target=_serve, args=(self._loop,), name="shmbus-groups", daemon=True
+                target=_serve, args=(loop,), name="shmbus-groups", daemon=True
             )
             self._thread.start()
-            weakref.finalize(self, _stop, self._loop)
         return self._loop
+
+    @finalizer
+    def __del__(self) -> None:
+        if loop := vars(self).get("_loop"):
+            _stop(loop)
+            self._end.detach()
+        # In here: finalizers of loop and thread would swallow the pending exception.
+        vars(self).clear()
 
     def close(self) -> None:
         with self._lock:

@@ -29,6 +29,7 @@ import msgspec
 import torch
 
 from shmbus import ShmbusError
+from shmbus.batch.uninterrupted import finalizer
 from shmbus.data.encoding import decodable
 from shmbus.errors import PeerGoneError
 from shmbus.tensors.device.memory import DeviceHandle, DeviceMemory, HostMemory, device_of
@@ -60,8 +61,9 @@ class DescriptorServer:
         except BaseException:
             self._socket.close()
             raise
-        # The thread holds a weak reference: a dropped server stops even without `close`.
+        # At the process's end.
         self._end = weakref.finalize(self, _stop_listening, self._socket, path, self._pid)
+        # The thread holds a weak reference: a dropped server stops even without `close`.
         arguments = (weakref.ref(self), self._socket)
         self._thread = threading.Thread(
             target=_serve, args=arguments, name="shmbus-descriptors", daemon=True
@@ -94,6 +96,14 @@ class DescriptorServer:
             self._end()
             self._thread.join()
 
+    @finalizer
+    def __del__(self) -> None:
+        if "_end" in vars(self):
+            _stop_listening(self._socket, self.path, self._pid)
+            self._end.detach()
+        # In here: a finalizer of the thread would swallow the pending exception.
+        vars(self).pop("_thread", None)
+
 
 def _serve(found: weakref.ref[DescriptorServer], listening: socket.socket) -> None:
     while True:
@@ -111,8 +121,8 @@ def _serve(found: weakref.ref[DescriptorServer], listening: socket.socket) -> No
 
 
 def _stop_listening(listening: socket.socket, path: str, pid: int) -> None:
-    """Remove the socket and wake the listening thread, in the listening process only."""
-    if os.getpid() != pid:
+    """Remove the socket and wake the listening thread, once, in the listening process only."""
+    if os.getpid() != pid or listening.fileno() < 0:
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
