@@ -26,7 +26,7 @@ from shmbus_ext import _core
 #: The protocol's version, equal on both sides.
 VERSION = 2
 
-#: Bytes of a lasting name, and of every name in a message together.
+#: Bytes of a lasting name, and of all names in a message, with the groups that they stand for.
 NAME_BYTES = 32
 NAMES_BYTES = limits.MAX_MESSAGE_BYTES // (2 * NAME_BYTES) * NAME_BYTES
 
@@ -242,7 +242,7 @@ class Ended(_Message):
 
 
 class TrainedReply(_Answer):
-    """The answer to GetTrained: lasting names in order, and in the first answer every group."""
+    """The answer to GetTrained: lasting names in order, each group with the least of its names."""
 
     names: bytes = b""
     more: bool = False

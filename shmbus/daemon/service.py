@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -583,20 +584,26 @@ class Service:
 
     def _what_was_trained(self, request: messages.GetTrained) -> messages.TrainedReply:
         leases = self._held() + ([] if self._planner is None else self._planner.waiting())
-        names = self.collector.ended_names()
-        groups = []
+        # Each group goes once, with the least of its names.
+        found: dict[bytes, list[tuple[str, int | None, str]]]
+        found = {name: [] for name in self.collector.ended_names()}
         for lease in leases:
             if 0 <= lease.trained_at < request.step:
-                names.update(*_core.lasting_origins(lease.samples))
+                origins = _core.lasting_origins(lease.samples)
+                names = {name for of_sample in origins for name in of_sample}
                 key, round, split = split_key(lease.samples[0].key)
-                groups.append((key, round, _core.split_label(self.collector.segment, split)))
-        behind = sorted(name for name in names if name > request.after)
-        most = messages.NAMES_BYTES // messages.NAME_BYTES
+                label = _core.split_label(self.collector.segment, split)
+                found |= {name: [] for name in names}
+                found[min(names)] = [(key, round, label)]
+        behind = sorted(name for name in found if name > request.after)
+        sizes = (len(name) + len(msgspec.msgpack.encode(found[name])) for name in behind)
+        ends = itertools.accumulate(sizes)
+        page = [name for name, end in zip(behind, ends, strict=True) if end <= messages.NAMES_BYTES]
         return messages.TrainedReply(
             id=request.id,
-            names=b"".join(behind[:most]),
-            more=len(behind) > most,
-            groups=[] if request.after else groups,
+            names=b"".join(page),
+            more=len(page) < len(behind),
+            groups=[group for name in page for group in found[name]],
         )
 
     def _end_trained(self, session: Session, request: messages.EndTrained, now: float) -> None:

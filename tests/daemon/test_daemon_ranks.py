@@ -305,3 +305,22 @@ def test_ranks_need_a_daemon(bus_name: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rank_out_of_range_is_a_value_error(bus_name: str, rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"rank|world_size"):
         Consumer(bus_name, rank=rank, world_size=world_size)
+
+
+def test_more_trained_groups_than_a_message_holds_are_known_to_a_checkpoint(
+    daemon: Served, bus_name: str
+) -> None:
+    daemon("--capacity", "64MiB")
+    expected = [f"{number:0250}" for number in range(9000)]
+    with contextlib.ExitStack() as stack:
+        producer = stack.enter_context(Producer(bus_name))
+        ranks = [stack.enter_context(Consumer(bus_name, rank=n, world_size=2)) for n in range(2)]
+        for start in range(0, len(expected), 1000):
+            for name in expected[start : start + 1000]:
+                producer.put(name, group_size=1, index=0, tokens=np.arange(2))
+            for rank in ranks:
+                rank.note_trained(rank.take_shard(groups=500, timeout=30), 3)
+                rank.stats()  # answered after the note
+        known = ranks[0].trained_before(4)
+        assert len(known.names) == len(expected)
+        assert sorted(known.groups) == [(name, None, "train") for name in expected]
