@@ -222,9 +222,7 @@ def test_closing_ends_a_wait_and_returns_groups(
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_closed_handler_hands_out_no_batch(
-    bus: Bus, producer: Producer, prefetch: int
-) -> None:
+def test_a_closed_handler_hands_out_no_batch(bus: Bus, producer: Producer, prefetch: int) -> None:
     keys = put_many(producer, 4)
     handler = OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch)
     handler.next_batch(10)

@@ -447,9 +447,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
 
     def _require_open(self) -> None:
         if self.closed:
-            raise shmbus.BusClosedError(
-                f"bus {self._consumer.name!r}: this handler is closed; make a new one"
-            )
+            raise shmbus.BusClosedError("this handler is closed; make a new one")
 
     def _warn_of_earlier_run(self) -> None:
         """Warn once, before the first batch, of samples possibly left by an earlier run."""
