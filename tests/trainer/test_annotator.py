@@ -413,3 +413,31 @@ def test_a_columns_shape_is_checked_when_it_is_written(bus: Bus) -> None:
             group.write(ref_logprobs=reference(group))
         assert group.write(ref_logprobs=[np.stack([one, one], 1) for one in reference(group)])
         assert handler.next_batch(30).extra["ref_logprobs"].shape == (12, 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("bits", [False, True])
+def test_a_column_of_a_dtype_that_numpy_lacks_keeps_its_values(
+    bus: Bus, dtype: str, bits: bool
+) -> None:
+    put(bus, 1)
+    with annotating(bus, {"teacher": dtype}) as (_, handler, annotator):
+        assert late(handler)
+        group = taken(annotator)
+        values = [torch.rand(len(one["tokens"])).to(getattr(torch, dtype)) for one in group]
+        with pytest.raises(TypeError, match=f"expected {dtype}, got float32"):
+            group.write(teacher=[one.float() for one in values])
+        same = [one.view(torch.uint16 if one.itemsize == 2 else torch.uint8) for one in values]
+        assert group.write(teacher=[one.numpy() for one in same] if bits else values)
+        found = handler.next_batch(30).extra["teacher"]
+        assert torch.equal(found, torch.cat([one.float() for one in values]))
+
+
+def test_a_column_of_tensors_may_have_a_graph(bus: Bus) -> None:
+    put(bus, 1)
+    with annotating(bus) as (_, handler, annotator):
+        assert late(handler)
+        group = taken(annotator)
+        values = [torch.ones(len(one["tokens"]), requires_grad=True) * 2 for one in group]
+        assert group.write(ref_logprobs=values)
+        assert torch.equal(handler.next_batch(30).extra["ref_logprobs"], torch.full((12,), 2.0))

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter.batches.extra_fields import ExtraFields
+from trainer_adapter.batches.extra_fields import BYTES_OF_BITS, ExtraFields, bits_of
 from trainer_adapter.batches.finite import SampleError
 from trainer_adapter.batches.rows import RowSplit, selected
 
@@ -70,10 +70,12 @@ def check_columns(
 
 
 def as_array(one: Any) -> NDArray[Any]:
-    """Return an array of one sample; a tensor may carry a graph, or a device, or bfloat16."""
+    """Return an array of one sample, float32 in place of a dtype missing in NumPy."""
+    known = bits_of(one.dtype, None) if isinstance(one, np.ndarray) else None
+    if known is not None and known in BYTES_OF_BITS:
+        one = torch.tensor(one.view(f"i{one.itemsize}")).view(known)
     if hasattr(one, "detach"):
-        one = one.detach().cpu()
-        one = (one.float() if one.dtype == torch.bfloat16 else one).numpy()
+        one = (one.float() if one.dtype in BYTES_OF_BITS else one).detach().cpu().numpy()
     return np.asarray(one, order="C")
 
 
