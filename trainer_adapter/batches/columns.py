@@ -125,8 +125,7 @@ def column_tensors(
                         sample,
                     )
         values = torch.from_numpy(np.concatenate(arrays) if kind == "token" else np.stack(arrays))
-        declared = wanted.declared(name)
-        values = values.to(loss_mask.device, None if declared is None else declared[1])
+        values = values.to(loss_mask.device, (wanted.declared(name) or (None, None))[1])
         if kind == "sequence" and rows is not None:
             values = selected(values, rows.sample_of)
         extra[name] = values
