@@ -73,7 +73,7 @@ def as_array(one: Any) -> NDArray[Any]:
     """Return an array of one sample, float32 in place of a dtype missing in NumPy."""
     known = bits_of(one.dtype, None) if isinstance(one, np.ndarray) else None
     if known is not None and known in BYTES_OF_BITS:
-        one = torch.tensor(one.view(f"i{one.itemsize}")).view(known)
+        one = torch.tensor(one.view(f"i{one.itemsize}"), device="cpu").view(known)
     if hasattr(one, "detach"):
         one = (one.float() if one.dtype in BYTES_OF_BITS else one).detach().cpu().numpy()
     return np.asarray(one, order="C")
