@@ -268,7 +268,7 @@ class Intake:
         kind: type[GroupBase],
         *,
         on_due: Callable[
-            [Intake, list[GroupEntry[Trajectory] | tuple[int, Trajectory]], int, float], bool
+            [Intake, list[GroupEntry[Trajectory] | tuple[int, Trajectory]], bool, float], bool
         ],
         lease: Callable[[int, int], list[GroupEntry[Trajectory]]] | None,
         watch: Callable[[float], object] | None,

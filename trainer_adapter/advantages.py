@@ -295,7 +295,7 @@ def _by_callable(
         else:
             group = ScoredGroup(scores) if seen is None else seen[number]
             given = kind(group) if sight == "group" else kind(scores, group)
-        found = _as_real(given)
+        found = as_real(given)
         if found is None or found.shape != (count,) or not (abs(found) <= 2 * MAX_SCORE).all():
             raise ValueError(
                 f"advantages: expected {count} finite real numbers from {kind!r} for the scores "
@@ -305,13 +305,15 @@ def _by_callable(
     return result
 
 
-def _as_real(given: Any) -> FloatArray | None:
+def as_real(given: Any) -> FloatArray | None:
     """Return a callable's result as float64 on the host; None for a non-real result."""
+    if isinstance(given, (list, tuple)):
+        given = [as_real(one) if isinstance(one, Tensor) else one for one in given]
     if isinstance(given, Tensor):
         # numpy knows neither bfloat16 nor a tensor with a graph or on a device.
         given = None if given.is_complex() else given.detach().to("cpu", torch.float64)
     try:
         array = np.asarray(given)
-    except ValueError:
+        return array.astype(np.float64) if array.dtype.kind in "fiubO" else None
+    except (TypeError, ValueError):
         return None
-    return array.astype(np.float64) if array.dtype.kind in "fiub" else None

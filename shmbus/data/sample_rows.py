@@ -191,7 +191,7 @@ def _joined(name: str, values: list[Any]) -> Any:
             )
     if of_lists:
         return list(itertools.chain.from_iterable(values))
-    return np.concatenate(values)
+    return np.concatenate(values, dtype=first.dtype)  # with a stand-in's name
 
 
 # ---- For consumers

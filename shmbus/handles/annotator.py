@@ -32,7 +32,7 @@ import numpy as np
 from shmbus import errors
 from shmbus.base.arguments import TRAIN, check_rank, check_timeout
 from shmbus.base.closing import ClosedByWith
-from shmbus.data.encoding import parse_dtype
+from shmbus.data.encoding import as_array, dtype_name, parse_dtype
 from shmbus.data.prompts import Request
 from shmbus.handles.consumer import Consumer
 from shmbus.handles.group import Group
@@ -268,26 +268,26 @@ class Annotator(ClosedByWith):
         lengths = np.diff(group._borders).tolist()
         arrays: dict[str, Any] = {}
         for name, (dtype, shape) in self._columns.items():
-            values = list(given[name])
+            values = [np.asarray(v) if isinstance(v, (list, tuple)) else v for v in given[name]]
             if len(values) != len(lengths):
                 raise ValueError(
                     f"{what}: column {name!r}: expected {len(lengths)} arrays, one a sample, got "
                     f"{len(values)}"
                 )
             for sample, (one, length) in enumerate(zip(values, lengths, strict=True)):
-                array = values[sample] = np.asarray(one)
+                where = f"{what}, sample {sample}: column {name!r}"
+                array = values[sample] = as_array(where, one)
                 if array.dtype != dtype:
                     raise TypeError(
-                        f"{what}, sample {sample}: column {name!r}: expected {dtype}, got "
-                        f"{array.dtype}; convert it, or say so in writes="
+                        f"{where}: expected {dtype_name(dtype)}, got {dtype_name(array.dtype)}; "
+                        "convert it, or say so in writes="
                     )
                 expected = values[0].shape[1:] if shape is None else shape
                 if array.shape[:1] != (length,) or array.shape[1:] != expected:
                     raise ValueError(
-                        f"{what}, sample {sample}: column {name!r}: expected {length} rows, one "
-                        f"per token, got shape {array.shape}"
+                        f"{where}: expected {length} rows, one per token, got shape {array.shape}"
                     )
-            arrays[name] = np.concatenate(values)
+            arrays[name] = np.concatenate(values, dtype=dtype)  # with a stand-in's name
         if group.written:
             raise errors.ProtocolError(f"{what}: it was written before; each group is written once")
         group.written = True

@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import zlib
@@ -26,6 +27,7 @@ import numpy as np
 
 from shmbus import errors
 from shmbus.batch.token_versions import version_span
+from shmbus.data.encoding import as_array
 from shmbus.data.prompts import Prompt, Request, encode_prompt
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.names import SHM_DIRECTORY, companion_name
@@ -196,12 +198,13 @@ def check_continuation(
         if given is None:
             got = "none"
         else:
-            own = np.asarray(given)
+            own = np.asarray(given) if isinstance(given, (list, tuple)) else as_array(name, given)
             head = own[: len(known)]
-            if own.ndim == known.ndim and np.array_equal(head, known):
+            equal = functools.partial(np.array_equal, equal_nan=known.dtype.kind in "fc")
+            if own.ndim == known.ndim and equal(head, known):
                 continue
             same = min(len(head), len(known)) if own.ndim == known.ndim else 0
-            differ = [at for at in range(same) if not np.array_equal(head[at], known[at])]
+            differ = [at for at in range(same) if not equal(head[at], known[at])]
             got = f"another at {differ[0]}" if differ else f"{len(head)} of them"
         raise ValueError(
             f"{what}: group {request.instance_id!r}, sample {request.index}: field {name!r}: "

@@ -51,16 +51,21 @@ class Bounds(NamedTuple):
     #: `max_lead_versions` plus 1.
     max_versions: int = 0
 
+    @classmethod
+    def of(cls, segment: _core.Segment) -> Bounds:
+        """Return the bounds of an existing bus."""
+        _, _, max_lead, versions, _ = _core.lead_state(segment)
+        return cls(_core.request_bytes(segment), max_lead, versions + 1)
+
     def misfits(self, segment: _core.Segment) -> list[str]:
         """Name the differences between an existing bus and the requested bounds."""
         wrong = []
-        _, _, max_lead, versions, _ = _core.lead_state(segment)
+        room, max_lead, versions = Bounds.of(segment)
         if self.max_lead and max_lead != self.max_lead:
             wrong.append(f"max_lead: expected {self.max_lead}, got {max_lead or None}")
-        if self.max_versions and versions + 1 != self.max_versions:
-            got = versions if versions >= 0 else None
+        if self.max_versions and versions != self.max_versions:
+            got = versions - 1 if versions else None
             wrong.append(f"max_lead_versions: expected {self.max_versions - 1}, got {got}")
-        room = _core.request_bytes(segment)
         if room < self.request_bytes:
             wrong.append(
                 f"request_capacity: expected {show_size(self.request_bytes)}, got {show_size(room)}"

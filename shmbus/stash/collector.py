@@ -128,12 +128,12 @@ class Collector:
         lag = self.stash.policy.max_policy_lag
         return lag is not None or self._lead.bounded or self._requests.used
 
-    def on_due(self, intake: _core.Intake, undecided: Undecided, wanted: int, now: float) -> bool:
+    def on_due(self, intake: _core.Intake, undecided: Undecided, enough: bool, now: float) -> bool:
         """Decide on undecided samples, run maintenance, poll, and set when to be called next."""
         stash = self.stash
         stash.apply_policy(undecided, now)
         self.run_maintenance(now)
-        more = stash.table.ready_groups >= wanted or self.pump_once(now)
+        more = enough or self.pump_once(now)
         if self._notes_deliveries:
             intake.lease = self.lease  # the first request may come while this reads
         if stash.discards or self._errors:

@@ -92,6 +92,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[Part]
     #: The bus's declared fields; None without a declaration.
     schema: list[SchemaField] | None = None
+    #: The bus's request capacity and bounds; of an older shmbus the defaults.
+    bounds: creation.Bounds = creation.NO_BOUNDS
 
 
 # -- taking -----------------------------------------------------------------------------------
@@ -139,6 +141,8 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
         producers.add(row.producer_id)
         written += 1
     header = file.header
+    with contextlib.closing(lifecycle.open_segment(file.name)) as segment:
+        bounds = creation.Bounds.of(segment)
     return Manifest(
         format=_FORMAT,
         version=_VERSION,
@@ -161,6 +165,7 @@ def _write(file: SegmentFile, directory: Path) -> Manifest:
         origins=_origins(file, producers, int(header["next_producer_id"])),
         parts=writer.finish(),
         schema=None if declared is None else list(fields_of(declared)),
+        bounds=bounds,
     )
 
 
@@ -291,7 +296,9 @@ def _restore_as(
     hidden = f"restoring-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         declared = None if manifest.schema is None else encode(manifest.schema)
-        segment = creation.create_segment(hidden, *how, schema=declared, crowded=True)
+        segment = creation.create_segment(
+            hidden, *how, schema=declared, crowded=True, bounds=manifest.bounds
+        )
     except (TypeError, ValueError, struct.error) as error:
         if isinstance(error, errors.CapacityError):
             raise

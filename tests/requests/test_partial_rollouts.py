@@ -105,6 +105,25 @@ def test_what_does_not_go_on_from_the_prompt_is_named(
     assert producer.requests.is_wanted(request)
 
 
+def test_filler_and_tensors_without_a_numpy_dtype_go_on(bus: Bus, producer: Producer) -> None:
+    torch = pytest.importorskip("torch")
+
+    def given(count: int) -> dict[str, Any]:
+        fields = sampled(count)
+        fields["logprobs"][: len(PROMPT)] = np.nan
+        hidden = torch.arange(len(fields["tokens"]) * 1.0).bfloat16()
+        return {**fields, "hidden": hidden.requires_grad_()}
+
+    offer(bus)
+    for count in (3, 5):
+        assert producer.requests.release(next_request(producer), given(count))
+    again = next_request(producer)
+    assert again.so_far is not None
+    with pytest.raises(ValueError, match=r"'logprobs': expected .* got another at 4"):
+        producer.requests.answer(again, **{**given(6), "logprobs": np.full(10, np.nan)})
+    assert producer.requests.answer(again, **given(6))
+
+
 def test_an_answer_that_does_not_begin_with_what_was_sampled_is_named(
     bus: Bus, producer: Producer
 ) -> None:

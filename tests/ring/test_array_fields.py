@@ -265,8 +265,11 @@ def test_bfloat16_comes_back_bit_by_bit(bus: Bus) -> None:
     numbers = [1.0, 1 / 3, -2.5e-40, 3.0e38, float("inf")]
     with Ends(bus) as plain:
         assert torch.equal(_as_bfloat16(plain.sent(hidden=tensor)["hidden"]), tensor)
+        rows = [{"hidden": tensor[:1]}, {"hidden": tensor[1:]}]
+        assert torch.equal(_as_bfloat16(plain.sent(rows=rows)["hidden"]), tensor)
     with Ends(bus, {"hidden": ("bfloat16", ...)}) as ends:
         assert torch.equal(_as_bfloat16(ends.sent(hidden=tensor)["hidden"]), tensor)
+        assert torch.equal(_as_bfloat16(ends.sent(rows=rows)["hidden"]), tensor)
         expected = torch.tensor(numbers).bfloat16()
         for value in (numbers, np.array(numbers), torch.tensor(numbers)):
             assert torch.equal(_as_bfloat16(ends.sent(hidden=value)["hidden"]), expected)

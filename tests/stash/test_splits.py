@@ -55,6 +55,19 @@ def test_a_consumer_of_a_split_takes_that_one(bus: Bus, producer: Producer) -> N
         assert taken(consumer, split="train") == [("train", "a")]
 
 
+@pytest.mark.parametrize("options", [{"max_stash_bytes": 1 << 20}, {"sample_retries": 1}])
+def test_a_group_of_another_split_holds_up_no_take(
+    bus: Bus, producer: Producer, options: dict[str, int]
+) -> None:
+    put(producer, "e", split="eval")
+    with Consumer(bus.name, **options) as consumer:  # type: ignore[arg-type]
+        assert taken(consumer) == []
+        producer.fail("failing", 0, "why", group_size=2)
+        put(producer, "a")
+        assert taken(consumer) == [("train", "a")]
+        assert taken(consumer) == []
+
+
 def test_one_prompt_in_two_splits_is_two_groups(bus: Bus, producer: Producer) -> None:
     more: list[dict[str, Any]] = [{}, {"split": "eval"}, {"round": 4}, {"round": 4, "split": "x"}]
     for index in range(2):

@@ -413,3 +413,23 @@ def test_a_columns_shape_is_checked_when_it_is_written(bus: Bus) -> None:
             group.write(ref_logprobs=reference(group))
         assert group.write(ref_logprobs=[np.stack([one, one], 1) for one in reference(group)])
         assert handler.next_batch(30).extra["ref_logprobs"].shape == (12, 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("bits", [False, True])
+def test_a_column_of_a_dtype_that_numpy_lacks_keeps_its_values(
+    bus: Bus, dtype: str, bits: bool
+) -> None:
+    put(bus, 1)
+    with annotating(bus, {"teacher": dtype}) as (_, handler, annotator):
+        assert late(handler)
+        group = taken(annotator)
+        drawn = [torch.rand(len(one["tokens"]), requires_grad=True) for one in group]
+        values = [one.to(getattr(torch, dtype)) for one in drawn]
+        with pytest.raises(TypeError, match=f"expected {dtype}, got float32"):
+            group.write(teacher=[one.float() for one in values])
+        kind = torch.uint16 if dtype == "bfloat16" else torch.uint8
+        same = [one.detach().view(kind).numpy() for one in values]
+        assert group.write(teacher=same if bits else values)
+        found = handler.next_batch(30).extra["teacher"]
+        assert torch.equal(found, torch.cat([one.float() for one in values]))

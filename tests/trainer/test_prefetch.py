@@ -221,6 +221,24 @@ def test_closing_ends_a_wait_and_returns_groups(
             break
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_closed_handler_hands_out_no_batch(bus: Bus, producer: Producer, prefetch: int) -> None:
+    keys = put_many(producer, 4)
+    handler = OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=prefetch)
+    handler.next_batch(10)
+    if prefetch:
+        fill(handler, prefetch)
+    else:
+        handler.give_back(handler.next_batch(10))
+    handler.close()
+    for _ in range(4):
+        with pytest.raises(shmbus.BusClosedError, match="handler"):
+            handler.next_batch(0.1)
+    assert list(handler) == []
+    with OnlineDataHandler(bus.name, groups_per_batch=4) as successor:
+        assert keys_of(successor.next_batch(10)) == keys
+
+
 def test_a_lost_handler_goes(bus: Bus, producer: Producer, others: set[threading.Thread]) -> None:
     put_many(producer, 4)
     handler = OnlineDataHandler(bus.name, groups_per_batch=1, prefetch=1)

@@ -10,7 +10,11 @@ from conftest import train_next
 
 from shmbus import Bus, Consumer, Producer
 from trainer_adapter import Batch, OnlineDataHandler, pack
-from trainer_adapter.attention import register_with_transformers, transformers_inputs
+from trainer_adapter.attention import (
+    prefix_attention,
+    register_with_transformers,
+    transformers_inputs,
+)
 from trainer_adapter.batches import prefix_tree
 from trainer_adapter.logprobs import logit_rows, token_logprobs
 from trainer_adapter.losses import policy_loss
@@ -172,6 +176,21 @@ def test_a_handler_yields_it_and_a_copy_and_a_pickle_have_it(bus: Bus, seed: int
             (part,) = micro_batches(other, count=1)
             assert part.layout == "prefix"
         handler.ack(batch)
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0], [3, 0], [0, 3, 3]])
+def test_an_empty_sequence_has_no_row(bus: Bus, lengths: list[int]) -> None:
+    with Producer(bus.name) as producer, Consumer(bus.name) as consumer:
+        arrays = [np.arange(length, dtype=np.int32) for length in lengths]
+        producer.put_group("q", [{"tokens": each, "score": 1.0} for each in arrays])
+        batch = pack(consumer.take(1, 10), layout="prefix")
+        for part in (batch, *micro_batches(batch, count=1)):
+            tree = part.prefix_tree
+            assert tree is not None and tree.num_rows == sum(lengths)
+            assert torch.equal(tree.of_tokens(tree.tokens), part.tokens)
+            q = torch.randn(sum(lengths), 2, 8, requires_grad=True)
+            prefix_attention(q, q, q, tree).sum().backward()
+            assert q.grad is not None and q.grad.isfinite().all()
 
 
 def test_answers_that_begin_alike_are_no_segments(bus: Bus, seed: int) -> None:

@@ -139,11 +139,11 @@ def test_a_judge_that_fails_loses_no_group_and_is_asked_for_none_twice(
 
 
 @pytest.mark.parametrize(
-    "given", [[1.0], [1.0, float("nan")], "ab", 1.0, [[1.0, 2.0]], ["x", "y"], [None, 1.0]]
+    "given", [[1.0], [1.0, float("nan")], "ab", 1.0, [[1.0, 2.0]], ["1", "2"], [None, 1.0]]
 )
 def test_an_answer_without_scores_loses_nothing(bus: Bus, producer: Producer, given: Any) -> None:
     put(producer, "q")
-    answers = [given, [0.0, 1.0]]
+    answers = [given, [torch.tensor(0.0).bfloat16(), 1.0]]
     with OnlineDataHandler(
         bus.name, groups_per_batch=1, score_group=lambda group: answers.pop(0)
     ) as handler:
@@ -155,7 +155,8 @@ def test_an_answer_without_scores_loses_nothing(bus: Bus, producer: Producer, gi
 
 
 def test_unscorable_and_useless_groups_are_sampled_anew(bus: Bus, producer: Producer) -> None:
-    answers = {"useless": [1.0, 1.0], "unfit": None, "good": [0.0, 1.0]}
+    good = torch.tensor([0.0, 1.0], requires_grad=True).bfloat16()
+    answers = {"useless": [1.0, 1.0], "unfit": None, "good": good}
     for key in answers:
         put(producer, key)
 

@@ -249,6 +249,6 @@ def _paths_on(tree: PrefixTree, device: torch.device) -> tuple[Tensor, Tensor, T
             torch.from_numpy(x).to(device)
             for x in (paths, segments.borders.astype(np.int32), borders.astype(np.int32))
         )
-        longest = int(segments.lengths.max()), int(np.diff(borders).max())
+        longest = (int(each.max(initial=0)) for each in (segments.lengths, np.diff(borders)))
         found = tree.kept["paths", device] = (rows, of_q, of_k, *longest)
     return cast("tuple[Tensor, Tensor, Tensor, int, int]", found)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 import shmbus
-from trainer_adapter.batches.extra_fields import ExtraFields
+from trainer_adapter.batches.extra_fields import BYTES_OF_BITS, ExtraFields, bits_of
 from trainer_adapter.batches.finite import SampleError
 from trainer_adapter.batches.rows import RowSplit, selected
 
@@ -70,10 +70,12 @@ def check_columns(
 
 
 def as_array(one: Any) -> NDArray[Any]:
-    """Return an array of one sample; a tensor may carry a graph, or a device, or bfloat16."""
+    """Return an array of one sample, float32 in place of a dtype missing in NumPy."""
+    known = bits_of(one.dtype, None) if isinstance(one, np.ndarray) else None
+    if known is not None and known in BYTES_OF_BITS:
+        one = torch.tensor(one.view(f"i{one.itemsize}"), device="cpu").view(known)
     if hasattr(one, "detach"):
-        one = one.detach().cpu()
-        one = (one.float() if one.dtype == torch.bfloat16 else one).numpy()
+        one = (one.float() if one.dtype in BYTES_OF_BITS else one).detach().cpu().numpy()
     return np.asarray(one, order="C")
 
 
@@ -123,8 +125,7 @@ def column_tensors(
                         sample,
                     )
         values = torch.from_numpy(np.concatenate(arrays) if kind == "token" else np.stack(arrays))
-        declared = wanted.declared(name)
-        values = values.to(loss_mask.device, None if declared is None else declared[1])
+        values = values.to(loss_mask.device, (wanted.declared(name) or (None, None))[1])
         if kind == "sequence" and rows is not None:
             values = selected(values, rows.sample_of)
         extra[name] = values

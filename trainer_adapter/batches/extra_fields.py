@@ -44,7 +44,7 @@ _CODES: Final = {"token": TOKEN, "sequence": SEQUENCE, **dict.fromkeys(_OF_ROWS,
 COUNTS: Final = "_counts"
 
 #: Dtypes missing in NumPy: integers or void items of this many bytes carry their bits.
-_BYTES_OF_BITS: Final = {
+BYTES_OF_BITS: Final = {
     getattr(torch, name): width
     for name, width in (
         ("bfloat16", 2), ("float8_e4m3fn", 1), ("float8_e4m3fnuz", 1), ("float8_e5m2", 1),
@@ -283,7 +283,7 @@ class ExtraFields:
         first = trajectories[int(np.argmax(found.rows >= 0))]
         if declared is not None and found.sizes != declared:
             raise _refusal(first, field, f"rows of shape {declared}", str(found.sizes))
-        bits = _bits_of(found.dtype, field.target)
+        bits = bits_of(found.dtype, field.target)
         if bits is None:
             raise _refusal(
                 first,
@@ -391,20 +391,16 @@ def _column(
     return _Column(field, form, rows, lacks, found.dtype is not None, at)
 
 
-def _bits_of(dtype: np.dtype[Any], target: torch.dtype | None) -> torch.dtype | None:
+def bits_of(dtype: np.dtype[Any], target: torch.dtype | None) -> torch.dtype | None:
     """Return the torch dtype of the same bytes, if any."""
     # A stand-in for a dtype missing in NumPy names the dtype in its metadata; ml_dtypes in its own
     # name.
     said: Mapping[str, Any] = dtype.metadata or {}
     name = said.get("shmbus", dtype.name if dtype.kind == "V" else None)
     known = None if name is None else getattr(torch, name, None)
-    if known in _BYTES_OF_BITS:
+    if known in BYTES_OF_BITS:
         return known
-    if (
-        target in _BYTES_OF_BITS
-        and dtype.itemsize == _BYTES_OF_BITS[target]
-        and dtype.kind in "iuV"
-    ):
+    if target in BYTES_OF_BITS and dtype.itemsize == BYTES_OF_BITS[target] and dtype.kind in "iuV":
         return target
     if name is not None:
         return None
@@ -416,8 +412,8 @@ def _bits_of(dtype: np.dtype[Any], target: torch.dtype | None) -> torch.dtype | 
 
 def _dtype_of_bits(target: torch.dtype) -> np.dtype[Any]:
     """Return the NumPy dtype of as many bytes."""
-    if target in _BYTES_OF_BITS:
-        return np.dtype(f"u{_BYTES_OF_BITS[target]}")
+    if target in BYTES_OF_BITS:
+        return np.dtype(f"u{BYTES_OF_BITS[target]}")
     return torch.empty(0, dtype=target, device="cpu").numpy().dtype
 
 

@@ -217,7 +217,7 @@ def share_prefixes(
         np.array(builder.lengths, np.int64), np.array(builder.parents, np.int64), builder.leaves
     )
     found = [views[at][first : first + n] for at, first, n in builder.pieces]
-    return _tree(segments, torch.from_numpy(np.concatenate(found)))
+    return _tree(segments, torch.from_numpy(np.concatenate([tokens[:0], *found])))
 
 
 class _Builder:

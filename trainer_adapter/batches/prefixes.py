@@ -54,9 +54,9 @@ def _check_prompts(
             if at > first and sample_of[at] == sample_of[at - 1]:
                 continue  # a further row of the sample
             trained = mask[borders[at] : borders[at + 1]]
-            prompt = int(trained.argmax())
-            if not trained[prompt]:
+            if not trained.any():
                 continue  # unknown end of the prompt
+            prompt = int(trained.argmax())
             if shown is None:
                 shown = at, prompt
                 continue

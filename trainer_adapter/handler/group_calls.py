@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 import shmbus
 from shmbus.batch.scores import are_equal
 from shmbus.batch.uninterrupted import finalizer
+from trainer_adapter.advantages import as_real
 from trainer_adapter.batches.columns import check_columns
 from trainer_adapter.batches.extra_fields import ExtraFields
 
@@ -374,13 +375,8 @@ class GroupScoring:
 
 def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
     count = len(group.trajectories)
-    # A tensor may carry a graph, or lie on a device.
-    host = given.detach().cpu() if hasattr(given, "detach") else given
-    try:
-        scores = np.asarray(host, np.float64)
-    except (TypeError, ValueError):
-        scores = np.empty(0)
-    if scores.shape != (count,) or not np.isfinite(scores).all():
+    scores = as_real(given)
+    if scores is None or scores.shape != (count,) or not np.isfinite(scores).all():
         raise ValueError(
             f"score_group: expected {count} finite numbers for group {group.instance_id!r}, one a "
             f"sample, got {given!r}; with one rank, None drops a group that cannot be scored"

@@ -424,6 +424,7 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
     ) -> Batch:
         """Wait for the next batch, and note the result before handing it out."""
         began_s = time.monotonic()
+        self._require_open()
         self._warn_of_earlier_run()
         self._settle()
         left_s = timeout
@@ -436,12 +437,17 @@ class OnlineDataHandler(IterableDataset[Batch], ClosedByWith):
                 raise self._timeout_error(timeout)
             self._metrics.measure(time.monotonic() - began_s)
             with self._locked():
+                self._require_open()  # a ready batch's groups went back
                 # Else a group was dropped, or a batch recalled.
                 if self._planner.ready:
                     handed_out.append(self._planner.ready[0])
                     return self._hand_out(began_s)
             if timeout is not None:
                 left_s = max(0.0, began_s + timeout - time.monotonic())
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise shmbus.BusClosedError("this handler is closed; make a new one")
 
     def _warn_of_earlier_run(self) -> None:
         """Warn once, before the first batch, of samples possibly left by an earlier run."""

@@ -7,6 +7,7 @@
 #include "python/put/put.h"
 
 #include "base/file_lock.h"
+#include "ring/lead.h"
 
 /* Saved position of the lane in a run left earlier. */
 struct open_run {
@@ -236,6 +237,16 @@ static enum writer_status place_record(RestorerObject *self, struct put_argument
     return status;
 }
 
+/* Count the record's group towards the lead: its missing samples wait for no delivery. */
+static void admit(const RestorerObject *self, const struct record_spec *spec) {
+    struct segment *segment = &self->segment->c;
+    if (lead_is_bounded(segment) && (spec->flags & SHMBUS_FLAG_FAILED) == 0) {
+        uint64_t key = lead_key(spec->id, spec->id_bytes, spec->round, spec->split);
+        lead_admit(segment, key, self->lane.slot_index, 0);
+        lead_settle(segment, key, self->lane.slot_index);
+    }
+}
+
 /* put(producer_id, sequence, policy_version, version_span, score, group_size, need, index, split,
  *     round, flags, id, schema, shape, meta, fields, run) -> bool: False if the bus is full. Name
  *     a run for every record or for no record. */
@@ -278,6 +289,7 @@ static PyObject *py_restorer_put(RestorerObject *self, PyObject *args) {
     } else {
         switch (place_record(self, a, producer_id, sequence, &meta, fields, run)) {
         case WRITER_OK:
+            admit(self, &a->spec);
             result = Py_NewRef(Py_True);
             break;
         case WRITER_FULL:

@@ -40,7 +40,7 @@ typedef struct {
     GroupTableObject *table;
     RecursiveLockObject *lock;
     PyTypeObject *kind; /* of groups: a subtype of GroupBase */
-    PyObject *on_due;   /* on_due(intake, left, groups, now_s) -> True if more may follow */
+    PyObject *on_due;   /* on_due(intake, left, enough, now_s) -> True if more may follow */
     PyObject *lease;    /* lease(groups, split) -> list of entries; NULL to lease ready entries */
     PyObject *left;     /* list: samples read but neither in the table nor ready */
     struct watch watch;     /* over a wait */
@@ -56,7 +56,9 @@ static double seconds(uint64_t ns) {
     return (double)ns * 1e-9;
 }
 
-static enum take_state run_due(IntakeObject *self, Py_ssize_t groups, double now_s) {
+static enum take_state run_due(IntakeObject *self, const struct take_request *request,
+                               double now_s) {
+    bool enough = self->table->lists.ready[request->split].groups >= (uint64_t)request->groups;
     /* A separate list, because a signal handler may also take meanwhile. */
     PyObject *fresh = PyList_New(0);
     if (fresh == NULL) {
@@ -64,7 +66,7 @@ static enum take_state run_due(IntakeObject *self, Py_ssize_t groups, double now
     }
     PyObject *left = self->left;
     self->left = fresh;
-    PyObject *arguments = Py_BuildValue("(ONnd)", self, left, groups, now_s);
+    PyObject *arguments = Py_BuildValue("(ONOd)", self, left, enough ? Py_True : Py_False, now_s);
     PyObject *said = arguments == NULL ? NULL : py_call_uninterrupted(self->on_due, arguments);
     Py_XDECREF(arguments);
     int more = said == NULL ? -1 : PyObject_IsTrue(said);
@@ -87,11 +89,12 @@ static double group_deadline_s(IntakeObject *self) {
 }
 
 /* Move a portion of the ring into the table. */
-static enum take_state read_portion(IntakeObject *self, Py_ssize_t groups, double now_s) {
+static enum take_state read_portion(IntakeObject *self, const struct take_request *request,
+                                    double now_s) {
     Py_ssize_t count =
         py_reader_poll_records(self->reader, self->table, self->portion, now_s, self->left);
     if (count < 0 ||
-        (PyList_GET_SIZE(self->left) > 0 && run_due(self, groups, now_s) == TAKE_FAILED)) {
+        (PyList_GET_SIZE(self->left) > 0 && run_due(self, request, now_s) == TAKE_FAILED)) {
         return TAKE_FAILED;
     }
     return count < self->portion ? TAKE_IDLE : TAKE_MORE;
@@ -100,13 +103,12 @@ static enum take_state read_portion(IntakeObject *self, Py_ssize_t groups, doubl
 /* Move records from the ring into the table until enough groups are ready. */
 static enum take_state pump(IntakeObject *self, const struct take_request *request,
                             double now_s) {
-    Py_ssize_t groups = request->groups;
     for (Py_ssize_t i = 0; i < self->portions; i++) {
-        if (self->table->lists.ready[request->split].groups >= (uint64_t)groups) {
+        if (self->table->lists.ready[request->split].groups >= (uint64_t)request->groups) {
             return TAKE_MORE;
         }
-        enum take_state state = self->delegate_all ? run_due(self, groups, now_s)
-                                                   : read_portion(self, groups, now_s);
+        enum take_state state = self->delegate_all ? run_due(self, request, now_s)
+                                                   : read_portion(self, request, now_s);
         if (state != TAKE_MORE) {
             return state;
         }
@@ -180,7 +182,7 @@ static PyObject *look(IntakeObject *self, const struct take_request *request, bo
     bool due = !just_woken && (now_s >= self->due_s || now_s >= self->wake_s ||
                                now_s >= group_deadline_s(self));
     bool calls = due || self->delegate_all;
-    *state = calls ? run_due(self, request->groups, now_s) : TAKE_IDLE;
+    *state = calls ? run_due(self, request, now_s) : TAKE_IDLE;
     if (*state == TAKE_MORE || (*state == TAKE_IDLE && !self->delegate_all)) {
         py_reader_note_seen(self->reader, now_ns);
         *state = pump(self, request, now_s);
