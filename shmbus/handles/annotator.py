@@ -508,7 +508,7 @@ class Columns(ClosedByWith):
         sent: dict[str, Any] = {_BORDERS: self._borders(group)}
         for field in self._fields:
             own = group.columns.get(field) or [t[field] for t in group.trajectories]
-            sent[field] = np.concatenate(own)
+            sent[field] = np.concatenate(own, dtype=own[0].dtype)
         meta = {"instance_id": group.instance_id, "round": group.round}
         try:
             self._consumer.request(

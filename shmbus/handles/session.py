@@ -75,7 +75,7 @@ def join_branches(branches: Sequence[Branch]) -> list[dict[str, Any]]:
                 shared = rows[parent][name][:prefix]
                 if name in _OF_SAMPLED:
                     shared = np.zeros_like(shared)
-                row[name] = np.concatenate((shared, values))
+                row[name] = np.concatenate((shared, values), dtype=values.dtype)
         rows.append(row)
     return rows
 

@@ -420,10 +420,14 @@ def test_a_columns_shape_is_checked_when_it_is_written(bus: Bus) -> None:
 def test_a_column_of_a_dtype_that_numpy_lacks_keeps_its_values(
     bus: Bus, dtype: str, bits: bool
 ) -> None:
-    put(bus, 1)
-    with annotating(bus, {"teacher": dtype}) as (_, handler, annotator):
+    hidden = torch.rand(3).to(getattr(torch, dtype))
+    with Producer(bus.name) as producer:
+        producer.put_group("q", [{"tokens": np.arange(3), "hidden": hidden}] * 2, timeout=10)
+    fields = ("tokens", "hidden")
+    with annotating(bus, {"teacher": dtype}, fields=fields) as (_, handler, annotator):
         assert late(handler)
         group = taken(annotator)
+        assert group[0]["hidden"].dtype.metadata == {"shmbus": dtype}
         drawn = [torch.rand(len(one["tokens"]), requires_grad=True) for one in group]
         values = [one.to(getattr(torch, dtype)) for one in drawn]
         with pytest.raises(TypeError, match=f"expected {dtype}, got float32"):
