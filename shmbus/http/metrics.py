@@ -54,7 +54,9 @@ class Metrics:
                 ]
         typed = set()
         for kind, values in (("gauge", gauges), ("counter", counters or {})):
-            for each, value in values.items():
+            # The format wants the lines of a family together.
+            by_family = sorted(values.items(), key=lambda item: item[0].partition("{")[0])
+            for each, value in by_family:
                 family, _, labels = each.partition("{")
                 if family not in typed:
                     typed.add(family)

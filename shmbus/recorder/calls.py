@@ -58,6 +58,9 @@ _EVENTS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Con
 #: How clients of OpenAI and of Anthropic count the attempts of a call.
 _RETRIES: Final = "x-stainless-retry-count"
 
+#: Statuses of an engine that refuses the recorder's key, and not the call.
+_NO_ENTRY: Final = frozenset({401, 403})
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -252,6 +255,9 @@ class _Call:
         body = _encode(self._reading.body)
         async with calls._engines.ask(engine, "POST", dialect.endpoint, body, headers) as answer:
             if answer.status != HTTPStatus.OK:
+                if answer.status in _NO_ENTRY:
+                    why = "it refuses the recorder's key; set SHMBUS_ENGINE_KEY"
+                    raise EngineGone(f"{engine.url}: {answer.status}: {why}")
                 if ids is not None:
                     return None
                 # The client learns the engine's refusal unchanged.

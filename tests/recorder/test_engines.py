@@ -32,7 +32,7 @@ def test_a_session_stays_at_its_engine_and_sessions_are_spread(scene: Scene) -> 
         session.release()
 
 
-@pytest.mark.parametrize("fault", ["die", "unable", "abort"])
+@pytest.mark.parametrize("fault", ["die", "unable", "abort", "401", "403", "429"])
 def test_an_engine_that_fails_before_any_output_is_replaced(fault: str, scene: Scene) -> None:
     engines = [scene.start_engine(), scene.start_engine()]
     scene.start_recorder(*engines)
@@ -74,6 +74,14 @@ def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(sc
     status, health = ask(f"{recorder.url}/healthz")
     assert (status, health["engines"][0]["state"]) == (503, "down")
     session.release()
+
+
+def test_an_engine_with_another_key_is_named(scene: Scene) -> None:
+    scene.engine.key = "secret"
+    recorder = scene.start_recorder(scene.engine)
+    status, health = ask(f"{recorder.url}/healthz")
+    assert (status, health["engines"][0]["state"]) == (503, "down")
+    assert "SHMBUS_ENGINE_KEY" in health["engines"][0]["why"]
 
 
 @pytest.mark.parametrize("client", ["openai", "urllib"])
