@@ -58,8 +58,8 @@ _EVENTS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Con
 #: How clients of OpenAI and of Anthropic count the attempts of a call.
 _RETRIES: Final = "x-stainless-retry-count"
 
-#: Statuses of an engine that refuses the recorder's key, and not the call.
-_NO_ENTRY: Final = frozenset({401, 403})
+#: Statuses about the recorder's key or address of an engine, and not about a call.
+_MISPLACED: Final = frozenset({*range(201, 400), 401, 403})
 
 _encode = msgspec.json.Encoder().encode
 
@@ -255,8 +255,8 @@ class _Call:
         body = _encode(self._reading.body)
         async with calls._engines.ask(engine, "POST", dialect.endpoint, body, headers) as answer:
             if answer.status != HTTPStatus.OK:
-                if answer.status in _NO_ENTRY:
-                    why = "it refuses the recorder's key; set SHMBUS_ENGINE_KEY"
+                if answer.status in _MISPLACED:
+                    why = "compare --engine with its address, SHMBUS_ENGINE_KEY with its key"
                     raise EngineGone(f"{engine.url}: {answer.status}: {why}")
                 if ids is not None:
                     return None
@@ -300,9 +300,7 @@ class _Call:
         return await connection.deliver(self._request, response, self._settler(), limits.DELIVER_S)
 
     def _read(self, raw: bytearray) -> dict[str, Any]:
-        read = self._reading.read(decode_answer(raw))
-        assert read is not None
-        return read
+        return self._reading.read_whole(decode_answer(raw))
 
     async def _as_stream(self, read: dict[str, Any]) -> web.StreamResponse:
         """Send a whole answer as a stream of one chunk, for a client's stream request."""

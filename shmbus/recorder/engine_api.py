@@ -341,6 +341,13 @@ class Reading:
                 f"the engine's answer is not of OpenAI's form: {type(error).__name__}: {error}"
             ) from error
 
+    def read_whole(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Take a whole answer, also in place of a requested stream."""
+        self._stream = False
+        read = self.read(answer)
+        assert read is not None
+        return read
+
     def _read(self, answer: dict[str, Any]) -> dict[str, Any] | None:
         if "error" in answer and not answer.get("choices"):
             raise BadAnswer(f"the engine said: {str(answer['error'])[:300]}", engine_gone=True)

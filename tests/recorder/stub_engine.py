@@ -160,6 +160,8 @@ class StubEngine:
             return web.Response()
         if fault == "html":
             return web.Response(text="<html>", content_type="text/html")
+        if fault == "nothing":
+            return web.json_response({"choices": []})
         if self.gate is not None:
             try:
                 await self.gate.wait()

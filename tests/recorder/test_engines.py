@@ -32,7 +32,7 @@ def test_a_session_stays_at_its_engine_and_sessions_are_spread(scene: Scene) -> 
         session.release()
 
 
-@pytest.mark.parametrize("fault", ["die", "unable", "abort", "401", "403", "429"])
+@pytest.mark.parametrize("fault", ["die", "unable", "abort", "nothing", "307", "401", "429"])
 def test_an_engine_that_fails_before_any_output_is_replaced(fault: str, scene: Scene) -> None:
     engines = [scene.start_engine(), scene.start_engine()]
     scene.start_recorder(*engines)
@@ -43,6 +43,16 @@ def test_an_engine_that_fails_before_any_output_is_replaced(fault: str, scene: S
     assert session.finish(1.0)
     (group,) = scene.consumer.take(1, timeout=30.0)
     assert group[0].meta["turns"] == 1
+
+
+def test_an_empty_answer_in_place_of_a_stream_is_none(scene: Scene) -> None:
+    scene.start_recorder(scene.engine)
+    session = scene.open()
+    scene.engine.faults = ["nothing"] * 2
+    body = {"model": "m", "messages": [user("hello")], "stream": True}
+    answer = ask(f"{session.base_url}/chat/completions", body, session.api_key)
+    assert refused(answer) == (503, "engine")
+    session.release()
 
 
 @pytest.mark.parametrize("healthy", [True, False])
