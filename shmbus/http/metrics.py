@@ -57,14 +57,13 @@ class Metrics:
         typed = set()
         for kind, values in (("gauge", gauges), ("counter", counters or {})):
             # The format wants the lines of a family together.
-            by_family = sorted(values.items(), key=lambda item: item[0].partition("{")[0])
-            for each, value in by_family:
+            for each in sorted(values, key=lambda name: name.partition("{")[0]):
                 family, _, labels = each.partition("{")
                 if family not in typed:
                     typed.add(family)
                     lines.append(f"# TYPE {self._prefix}_{family} {kind}")
                 own = f",{labels}" if labels else "}"
-                lines.append(f'{self._prefix}_{family}{{bus="{name}"{own} {value:.15g}')
+                lines.append(f'{self._prefix}_{family}{{bus="{name}"{own} {values[each]:.15g}')
         return "\n".join(lines) + "\n"
 
 
