@@ -300,7 +300,10 @@ class _Call:
         return await connection.deliver(self._request, response, self._settler(), limits.DELIVER_S)
 
     def _read(self, raw: bytearray) -> dict[str, Any]:
-        return self._reading.read_whole(decode_answer(raw))
+        self._reading.streams = False  # also in place of a requested stream
+        read = self._reading.read(decode_answer(raw))
+        assert read is not None
+        return read
 
     async def _as_stream(self, read: dict[str, Any]) -> web.StreamResponse:
         """Send a whole answer as a stream of one chunk, for a client's stream request."""

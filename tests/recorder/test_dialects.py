@@ -297,7 +297,7 @@ def test_a_stream_of_items_numbers_its_events_and_ends_with_the_whole() -> None:
      "tool_choice": 1},
 ])  # fmt: skip
 def test_a_body_of_another_form_is_refused(path: str, body: dict[str, Any]) -> None:
-    with pytest.raises(UnusableCall, match="expected"):
+    with pytest.raises(UnusableCall, match=r"expected.* got (one without '\w+'$|another form)"):
         DIALECTS[path](body, {})
 
 
@@ -308,11 +308,6 @@ def test_a_block_that_no_engine_reads_is_named(block: dict[str, Any]) -> None:
     body = {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
     with pytest.raises(UnusableCall, match="of type 'document'; expected text"):
         DIALECTS["/v1/messages"](body, {})
-
-
-def test_a_field_of_another_type_is_not_called_missing() -> None:
-    with pytest.raises(UnusableCall, match="got another form"):
-        DIALECTS["/v1/responses"]({"input": None}, {})
 
 
 def test_events_are_cut_out_of_bytes_in_pieces_of_any_size() -> None:

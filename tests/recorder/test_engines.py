@@ -90,8 +90,7 @@ def test_an_engine_with_another_key_is_named(scene: Scene) -> None:
     scene.engine.key = "secret"
     recorder = scene.start_recorder(scene.engine)
     status, health = ask(f"{recorder.url}/healthz")
-    assert (status, health["engines"][0]["state"]) == (503, "down")
-    assert "SHMBUS_ENGINE_KEY" in health["engines"][0]["why"]
+    assert status == 503 and "SHMBUS_ENGINE_KEY" in health["engines"][0]["why"]
 
 
 @pytest.mark.parametrize("client", ["openai", "urllib"])
