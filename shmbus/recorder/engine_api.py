@@ -262,8 +262,8 @@ class Reading:
         self._endpoint: str = endpoint
         self._said_body = body
         self._experts = experts
-        # vLLM's streams carry no routed experts: such an answer comes at once.
-        at_once = at_once or (experts is not None and kind == "vllm")
+        # vLLM's streams carry no routed experts, SGLang's in an event beyond the largest.
+        at_once = at_once or experts is not None
         #: False for a whole answer.
         self.streams = bool(body.get("stream")) and not at_once
         self._expected = _answers_of(self._chat, body)

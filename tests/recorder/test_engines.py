@@ -46,7 +46,6 @@ def test_an_engine_that_fails_before_any_output_is_replaced(fault: str, scene: S
 
 
 def test_an_empty_answer_in_place_of_a_stream_is_none(scene: Scene) -> None:
-    scene.start_recorder(scene.engine)
     session = scene.open()
     scene.engine.faults = ["nothing"] * 2
     body = {"model": "m", "messages": [user("hello")], "stream": True}
@@ -88,8 +87,7 @@ def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(sc
 
 def test_an_engine_with_another_key_is_named(scene: Scene) -> None:
     scene.engine.key = "secret"
-    recorder = scene.start_recorder(scene.engine)
-    status, health = ask(f"{recorder.url}/healthz")
+    status, health = ask(f"{scene.recorder.url}/healthz")
     assert status == 503 and "SHMBUS_ENGINE_KEY" in health["engines"][0]["why"]
 
 
