@@ -344,7 +344,10 @@ class Reading:
 
     def _read(self, answer: dict[str, Any]) -> dict[str, Any] | None:
         if "error" in answer and not answer.get("choices"):
-            raise BadAnswer(f"the engine said: {str(answer['error'])[:300]}", engine_gone=True)
+            code = error.get("code") if isinstance(error := answer["error"], dict) else None
+            # Every engine refuses such a call.
+            refused = isinstance(code, int) and 400 <= code < 500 and code != 429
+            raise BadAnswer(f"the engine said: {str(error)[:300]}", engine_gone=not refused)
         usage = answer.get("usage")
         if isinstance(usage, dict):
             self._usage = usage

@@ -150,8 +150,6 @@ class StubEngine:
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "refuse":
             return web.json_response({"error": {"message": "too long"}}, status=400)
-        if fault == "unable":
-            fault = "503"
         if fault.isdecimal():
             return web.json_response({"error": {"message": "busy"}}, status=int(fault))
         if fault == "die":

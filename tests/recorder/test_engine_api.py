@@ -137,10 +137,12 @@ def test_vllms_experts_are_an_npy_of_all_tokens_but_the_last() -> None:
         ({"choices": []}, "before its end"),
         ({"choices": [choice(finish_reason=None)]}, "before its end"),
         ({"error": {"message": "out of memory"}}, "out of memory"),
+        ({"error": {"message": "bad schema", "code": 400}}, "bad schema"),
     ],
 )
 def test_an_answer_of_another_form_is_no_answer(answer: dict[str, Any], said: str) -> None:
     reading = Reading(ASK, CHAT, "vllm")
-    with pytest.raises(BadAnswer, match=said):
+    with pytest.raises(BadAnswer, match=said) as caught:
         reading.read({"prompt_token_ids": [1], **answer})
         reading.turns(NOW)
+    assert caught.value.engine_gone is (said in ("before its end", "out of memory"))

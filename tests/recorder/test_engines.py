@@ -32,7 +32,7 @@ def test_a_session_stays_at_its_engine_and_sessions_are_spread(scene: Scene) -> 
         session.release()
 
 
-@pytest.mark.parametrize("fault", ["die", "unable", "abort", "nothing", "307", "401", "429"])
+@pytest.mark.parametrize("fault", ["die", "503", "abort", "nothing", "307", "401", "429"])
 def test_an_engine_that_fails_before_any_output_is_replaced(fault: str, scene: Scene) -> None:
     engines = [scene.start_engine(), scene.start_engine()]
     scene.start_recorder(*engines)
@@ -60,7 +60,7 @@ def test_only_its_health_check_marks_an_engine_down(healthy: bool, scene: Scene)
     recorder = scene.start_recorder(*engines)
     session = scene.open()
     for engine in engines:
-        engine.faults = ["unable"] * 9
+        engine.faults = ["503"] * 9
         engine.healthy = healthy
     body = {"model": "m", "messages": [user("poison")]}
     assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
@@ -114,7 +114,7 @@ def test_an_agent_that_raises_after_an_outage_is_over_fails_its_sample(scene: Sc
     session = scene.open()
     body = {"model": "m", "messages": [user("hello")]}
     with pytest.raises(LookupError), session:
-        engine.faults = ["unable"] * 9
+        engine.faults = ["503"] * 9
         assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
         engine.faults = []
         assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 200

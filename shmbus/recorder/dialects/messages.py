@@ -44,10 +44,7 @@ def _image(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(kind: Any) -> UnusableCall:
-    return UnusableCall(
-        f"messages: a block of type {kind!r}; expected text, images, thoughts, and calls of tools "
-        "with their results"
-    )
+    return UnusableCall(f"messages: a block of type {kind!r}; expected text, image, thought, tool")
 
 
 def _tool_result(block: dict[str, Any]) -> list[dict[str, Any]]:
