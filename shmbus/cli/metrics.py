@@ -43,6 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     with MetricsServer(arguments.name, arguments.port, arguments.host) as server:
-        print(f"http://{server.host}:{server.port}/metrics", flush=True)
+        print(f"{server.url}/metrics", flush=True)
         signal.sigwait(signals)
     return 0

@@ -134,5 +134,5 @@ def _metrics(name: str, port: int, host: str) -> contextlib.AbstractContextManag
     from shmbus.daemon.metrics import MetricsServer
 
     serving = MetricsServer(name, port, host)
-    logger.info("metrics at http://%s:%d/metrics", serving.host, serving.port)
+    logger.info("metrics at %s/metrics", serving.url)
     return serving

@@ -139,27 +139,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seconds is None:
         print(f"tracing bus {printable(name)}; Ctrl-C ends it", file=sys.stderr)
     end = ""
-    with ExitStack() as stack:
-        try:
+    try:
+        with ExitStack() as stack:
             stream = stack.enter_context(open(arguments.output, "w", encoding="utf-8"))
-        except OSError as error:
-            raise RuntimeError(
-                f"--output: cannot write {arguments.output!r}: {error.strerror}; choose another"
-            ) from error
-        file = _File(stream)
-        stack.callback(file.end)
-        trace = _Trace(name, file)
-        try:
-            while True:
-                trace.look()
-                left_s = _HISTORY_S
-                if arguments.seconds is not None:
-                    left_s = arguments.seconds - (time.monotonic() - began_s)
-                if left_s <= 0 or stopped.wait(min(left_s, _HISTORY_S)):
-                    break
-        except errors.ShmbusError as error:
-            end = f"it ends early: {error}"
-        trace.end()
+            file = _File(stream)
+            stack.callback(file.end)
+            trace = _Trace(name, file)
+            try:
+                while True:
+                    trace.look()
+                    left_s = _HISTORY_S
+                    if arguments.seconds is not None:
+                        left_s = arguments.seconds - (time.monotonic() - began_s)
+                    if left_s <= 0 or stopped.wait(min(left_s, _HISTORY_S)):
+                        break
+            except errors.ShmbusError as error:
+                end = f"it ends early: {error}"
+            trace.end()
+    except OSError as error:
+        raise RuntimeError(
+            f"--output: cannot write {arguments.output!r}: {error.strerror}; choose another"
+        ) from error
     end = end or (f"its end is missing: {trace.problem}" if trace.problem else "")
     lasted = show_duration(time.monotonic() - began_s)
     print(

@@ -41,10 +41,11 @@ from shmbus import errors
 from shmbus._version import VERSION
 from shmbus.base import limits
 from shmbus.base.closing import ClosedByWith
+from shmbus.base.format import printable
 from shmbus.base.ledger import REASONS
 from shmbus.data.status_types import BusStatus, EngineState
 from shmbus.http.access import is_loopback
-from shmbus.http.server import AddressError, HttpServer
+from shmbus.http.server import AddressError, HttpServer, url_of
 from shmbus.inspect.failure_kinds import KINDS, kind_of
 from shmbus.inspect.status import read_status
 from shmbus.pool.pool_status import read_pools
@@ -78,10 +79,10 @@ class BusCollector(Collector):
         try:
             status = read_status(self._name, walk=False)
         except (errors.ShmbusError, OSError):
-            up.add_metric([self._name], 0)
+            up.add_metric([printable(self._name)], 0)
             yield up
             return
-        up.add_metric([self._name], 1)
+        up.add_metric([status.name], 1)
         yield up
         yield from _ledger(status)
         yield from _splits(status)
@@ -408,7 +409,7 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
     try:
         status = read_status(name, walk=False)
     except (errors.ShmbusError, OSError) as error:
-        return False, {"bus": name, "healthy": False, "problem": str(error)}
+        return False, {"bus": printable(name), "healthy": False, "problem": str(error)}
     problem = ""
     if status.daemon is not None and not status.daemon.answers:
         problem = status.daemon.problem
@@ -450,7 +451,7 @@ class MetricsServer(ClosedByWith):
     async def _start(self, host: str, port: int) -> None:
         self._http = HttpServer(self._answer, max_connections=MAX_CONNECTIONS, idle_s=IDLE_S)
         _, self.port = await self._http.bind(host, port)
-        self.host = host
+        self.host, self.url = host, url_of(host, self.port)
         await self._http.start()
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:

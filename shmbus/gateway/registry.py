@@ -26,6 +26,8 @@ MIN_WEIGHT: Final = 0.01
 
 #: A whole number of a registration: arithmetic with floats, and a successor, can take these.
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+#: A finite number: a successor reads no other.
+Weight = Annotated[float, msgspec.Meta(ge=-(2.0**63), le=2.0**63)]
 #: A share of each batch.
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -56,7 +58,7 @@ class NewEnvironment(msgspec.Struct, kw_only=True):
     max_token_length: Integer
     #: None is the default of atroposlib's BaseEnv; its own server refuses None.
     desired_name: str | None
-    weight: float
+    weight: Weight
     group_size: Integer
     min_batch_allocation: Share | None = None
 

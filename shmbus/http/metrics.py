@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from shmbus.base.format import printable
+
 _HELP = {
     "requests_total": ("counter", "Requests by route and status."),
     "request_seconds_total": ("counter", "Seconds from a request's head to its answer, by route."),
@@ -37,7 +39,7 @@ class Metrics:
         self, bus: str, gauges: Mapping[str, float], counters: Mapping[str, float] | None = None
     ) -> str:
         """Return all in Prometheus' text format; names of gauges and counters may end in labels."""
-        name = escaped(bus)
+        name = escaped(printable(bus))
         lines = []
         for family, (kind, text) in _HELP.items():
             full = f"{self._prefix}_{family}"
@@ -54,13 +56,14 @@ class Metrics:
                 ]
         typed = set()
         for kind, values in (("gauge", gauges), ("counter", counters or {})):
-            for each, value in values.items():
+            # The format wants the lines of a family together.
+            for each in sorted(values, key=lambda name: name.partition("{")[0]):
                 family, _, labels = each.partition("{")
                 if family not in typed:
                     typed.add(family)
                     lines.append(f"# TYPE {self._prefix}_{family} {kind}")
                 own = f",{labels}" if labels else "}"
-                lines.append(f'{self._prefix}_{family}{{bus="{name}"{own} {value:.15g}')
+                lines.append(f'{self._prefix}_{family}{{bus="{name}"{own} {values[each]:.15g}')
         return "\n".join(lines) + "\n"
 
 

@@ -58,6 +58,9 @@ _EVENTS: Final = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Con
 #: How clients of OpenAI and of Anthropic count the attempts of a call.
 _RETRIES: Final = "x-stainless-retry-count"
 
+#: Statuses about the recorder's key or address of an engine, and not about a call.
+_MISPLACED: Final = frozenset({*range(201, 400), 401, 403})
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -252,6 +255,9 @@ class _Call:
         body = _encode(self._reading.body)
         async with calls._engines.ask(engine, "POST", dialect.endpoint, body, headers) as answer:
             if answer.status != HTTPStatus.OK:
+                if answer.status in _MISPLACED:
+                    why = "compare --engine with its address, SHMBUS_ENGINE_KEY with its key"
+                    raise EngineGone(f"{engine.url}: {answer.status}: {why}")
                 if ids is not None:
                     return None
                 # The client learns the engine's refusal unchanged.
@@ -294,6 +300,7 @@ class _Call:
         return await connection.deliver(self._request, response, self._settler(), limits.DELIVER_S)
 
     def _read(self, raw: bytearray) -> dict[str, Any]:
+        self._reading.streams = False  # also in place of a requested stream
         read = self._reading.read(decode_answer(raw))
         assert read is not None
         return read

@@ -262,9 +262,10 @@ class Reading:
         self._endpoint: str = endpoint
         self._said_body = body
         self._experts = experts
-        # vLLM's streams carry no routed experts: such an answer comes at once.
-        at_once = at_once or (experts is not None and kind == "vllm")
-        self._stream = bool(body.get("stream")) and not at_once
+        # vLLM's streams carry no routed experts, SGLang's in an event beyond the largest.
+        at_once = at_once or experts is not None
+        #: False for a whole answer.
+        self.streams = bool(body.get("stream")) and not at_once
         self._expected = _answers_of(self._chat, body)
         self._wants_logprobs = bool(body.get("logprobs")) or (
             not self._chat and body.get("logprobs") is not None
@@ -294,7 +295,7 @@ class Reading:
         if not self._wants_logprobs:
             # SGLang returns no logprobs for 0.
             body["logprobs"] = True if self._chat else int(kind == "sglang")
-        if self._stream:
+        if self.streams:
             body["stream_options"] = {**options, "include_usage": True}
         elif body.get("stream"):
             body["stream"] = False
@@ -343,7 +344,10 @@ class Reading:
 
     def _read(self, answer: dict[str, Any]) -> dict[str, Any] | None:
         if "error" in answer and not answer.get("choices"):
-            raise BadAnswer(f"the engine said: {str(answer['error'])[:300]}", engine_gone=True)
+            code = error.get("code") if isinstance(error := answer["error"], dict) else None
+            # Every engine refuses such a call.
+            refused = isinstance(code, int) and 400 <= code < 500 and code != 429
+            raise BadAnswer(f"the engine said: {str(error)[:300]}", engine_gone=not refused)
         usage = answer.get("usage")
         if isinstance(usage, dict):
             self._usage = usage
@@ -466,12 +470,12 @@ class Reading:
                 del answer["sglext"]
         if not self._wants_ids and answer.get("prompt_token_ids") is not None:
             answer["prompt_token_ids"] = None
-        if self._stream and not self._wants_usage:
+        if self.streams and not self._wants_usage:
             answer.pop("usage", None)
         kept = [choice for choice in choices if self._of_choice(choice)]
         if len(kept) < len(choices):
             answer["choices"] = kept
-        if self._stream and not kept and not answer.get("usage") and not answer.get("sglext"):
+        if self.streams and not kept and not answer.get("usage") and not answer.get("sglext"):
             return None
         return answer
 
@@ -485,15 +489,15 @@ class Reading:
             choice["logprobs"] = None
         if self._experts is not None and choice.get("routed_experts") is not None:
             choice["routed_experts"] = None
-        said = choice.get("delta") if self._stream else choice.get("message")
+        said = choice.get("delta") if self.streams else choice.get("message")
         if isinstance(said, dict) and not self._wants_reasoning:
             for name in ("reasoning", "reasoning_content"):
-                if self._stream:
+                if self.streams:
                     said.pop(name, None)
                 elif name in said:
                     said[name] = None
         # vLLM sends a chunk without words only for the requested ids.
-        silent = self._stream and self._chat and not said
+        silent = self.streams and self._chat and not said
         return not (silent and not choice.get("finish_reason") and not choice.get("logprobs"))
 
     # -- trained values -------------------------------------------------------------------------

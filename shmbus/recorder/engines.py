@@ -28,7 +28,7 @@ from shmbus.recorder.sessions import Session
 logger = logging.getLogger(__name__)
 
 #: Statuses of an engine unable to answer any call now.
-_UNABLE: Final = frozenset({500, 502, 503, 504})
+_UNABLE: Final = frozenset({429, 500, 502, 503, 504})
 
 
 #: Headers read by engines; keys, lengths and encodings belong to this hop alone.
@@ -143,6 +143,8 @@ class Engines:
         """Learn if an engine is vLLM or SGLang, from the owner of its models."""
         assert self._fresh is not None
         async with self._fresh.get(engine.url + "/v1/models", timeout=_PROBE) as answer:
+            if answer.status == 401:
+                raise aiohttp.ClientError("/v1/models is 401; set SHMBUS_ENGINE_KEY to its key")
             if answer.status != 200:
                 return
             raw = await answer.read()

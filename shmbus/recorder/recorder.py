@@ -295,6 +295,16 @@ class Recorder:
         )
         return msgspec.msgpack.encode(packed)
 
+    def require_unscored(self, session: Session, end: object) -> None:
+        """Refuse a different end of a session whose score is being put."""
+        if session.putting is not None and session.score != end:
+            raise CallRefusal(
+                HTTPStatus.CONFLICT,
+                "scored",
+                f"the session of {session.place} has the score {session.score}, got {end!r:.80}; a "
+                "sample has one end",
+            )
+
     async def score(self, session: Session, score: object, meta: dict[str, Any]) -> bool:
         """Put a harness's sample; False if unwanted by now."""
         if not session.is_own:
@@ -303,6 +313,7 @@ class Recorder:
                 "a_workers",
                 "this session was opened by producer.session; give its score to session.finish",
             )
+        self.require_unscored(session, score)
         status = _status_of_score(score)
         if status is not HTTPStatus.OK:
             self.fail(
@@ -312,13 +323,6 @@ class Recorder:
                 status,
                 "bad_score",
                 f"score: expected a number within 1e38, got {score!r:.80}; the sample has failed",
-            )
-        if session.putting is not None and session.score != score:
-            raise CallRefusal(
-                HTTPStatus.CONFLICT,
-                "scored",
-                f"the session of {session.place} has the score {session.score}, got {score}; a "
-                "sample has one",
             )
         if session.putting is None:
             sample = self.seal(session)

@@ -176,6 +176,7 @@ class Routes:
         reason = (await self._object(request)).get("reason")
         if not isinstance(reason, str) or not reason:
             reason = "its harness gave no reason"
+        self._recorder.require_unscored(session, "a failure")
         self._recorder.fail(session, "failed", fit_text("reason", reason, limits.MOST_REASON_BYTES))
         return json_answer({"failed": True})
 

@@ -106,7 +106,8 @@ def test_a_trace_is_read_from_the_oldest_on_page_by_page(bus_name: str, daemon: 
 
 def test_a_trace_of_a_removed_bus_ends(bus_name: str, daemon: Start, tmp_path: Path) -> None:
     served = daemon("--capacity", "2MiB")
-    assert "--output: cannot write" in begin(bus_name, tmp_path).communicate(timeout=60)[1]
+    for full in (tmp_path, Path("/dev/full")):
+        assert f"cannot write '{full}'" in begin(bus_name, full).communicate(timeout=60)[1]
     path = tmp_path / "run.json"
     traced = begin(bus_name, path)
     try:

@@ -44,9 +44,7 @@ def server(bus_name: str) -> Iterator[MetricsServer]:
 
 def get(server: MetricsServer, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(
-            f"http://{server.host}:{server.port}{path}", timeout=20
-        ) as reply:
+        with urllib.request.urlopen(f"{server.url}{path}", timeout=20) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -321,6 +319,17 @@ def test_a_port_in_use_is_a_clear_message(bus_name: str, server: MetricsServer) 
     assert result.status == 1
     assert "choose another" in result.err
     assert cli("metrics", bus_name, "--port", "70000").status == 2
+
+
+@pytest.mark.parametrize("up", [False, True])
+def test_a_bus_has_one_name_in_all_lines(bus_name: str, up: bool) -> None:
+    name = f"{bus_name}\n"
+    with MetricsServer(name, 0) as server, contextlib.ExitStack() as stack:
+        if up:
+            stack.enter_context(shmbus.Bus.create(name, "1MiB"))
+        families = list(text_string_to_metric_families(get(server, "/metrics")[1]))
+        names = {sample.labels["bus"] for each in families for sample in each.samples}
+        assert names == {f"{bus_name}\\n"} == {json.loads(get(server, "/healthz")[1])["bus"]}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -142,6 +142,7 @@ CASES = [
          {**ENVIRONMENT, "desired_name": HALF}, 422, "half of a surrogate pair"),
     Case("infinite weight", "POST", "/register-env",
          raw({**ENVIRONMENT, "weight": "@"}, **{"@": "1e400"}), 422, "finite"),
+    Case("weight nan", "POST", "/register-env", {**ENVIRONMENT, "weight": "nan"}, 422, "weight"),
     Case("more than all of a batch", "POST", "/register-env",
          {**ENVIRONMENT, "min_batch_allocation": 1.5}, 422, "min_batch_allocation"),
     Case("endless context", "POST", "/register-env", {**ENVIRONMENT, "max_token_length": 10**400},

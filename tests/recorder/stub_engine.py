@@ -62,6 +62,7 @@ class StubEngine:
         self.healthy = True
         self.url = ""
         self.owner = "vllm"
+        self.key = ""
         self.token_s = 0.0
         self.gate: asyncio.Event | None = None
         #: Renders a call's messages, and answers `/tokenize`; None for the own template alone.
@@ -97,6 +98,8 @@ class StubEngine:
         return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": 1 << 20})
 
     async def models(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.Response(status=401)
         return web.json_response({"object": "list", "data": [{"id": "m", "owned_by": self.owner}]})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -147,14 +150,16 @@ class StubEngine:
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "refuse":
             return web.json_response({"error": {"message": "too long"}}, status=400)
-        if fault == "unable":
-            return web.json_response({"error": {"message": "busy"}}, status=503)
+        if fault.isdecimal():
+            return web.json_response({"error": {"message": "busy"}}, status=int(fault))
         if fault == "die":
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
         if fault == "html":
             return web.Response(text="<html>", content_type="text/html")
+        if fault == "nothing":
+            return web.json_response({"choices": []})
         if self.gate is not None:
             try:
                 await self.gate.wait()

@@ -84,6 +84,7 @@ MESSAGES = {
                     "content": [
                         {"type": "text", "text": "a wall"},
                         {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}},
+                        {"type": "tool_reference", "tool_name": "look"},
                     ],
                 },
                 {"type": "text", "text": "and now?"},
@@ -109,6 +110,11 @@ def test_messages_become_the_chat_that_vllm_makes_of_them() -> None:
             {
                 "role": "user",
                 "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}],
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "c1",
+                "content": [{"type": "tool_reference", "name": "look"}],
             },
             {"role": "user", "content": "and now?"},
         ],
@@ -291,8 +297,17 @@ def test_a_stream_of_items_numbers_its_events_and_ends_with_the_whole() -> None:
      "tool_choice": 1},
 ])  # fmt: skip
 def test_a_body_of_another_form_is_refused(path: str, body: dict[str, Any]) -> None:
-    with pytest.raises(UnusableCall, match="expected"):
+    with pytest.raises(UnusableCall, match=r"expected.* got (one without '\w+'$|another form)"):
         DIALECTS[path](body, {})
+
+
+@pytest.mark.parametrize("block", [
+    {"type": "document", "source": {}}, {"type": "tool_result", "content": [{"type": "document"}]},
+])  # fmt: skip
+def test_a_block_that_no_engine_reads_is_named(block: dict[str, Any]) -> None:
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
+    with pytest.raises(UnusableCall, match="of type 'document'; expected text"):
+        DIALECTS["/v1/messages"](body, {})
 
 
 def test_events_are_cut_out_of_bytes_in_pieces_of_any_size() -> None:

@@ -32,7 +32,7 @@ def test_a_session_stays_at_its_engine_and_sessions_are_spread(scene: Scene) -> 
         session.release()
 
 
-@pytest.mark.parametrize("fault", ["die", "unable", "abort"])
+@pytest.mark.parametrize("fault", ["die", "503", "abort", "nothing", "307", "401", "429"])
 def test_an_engine_that_fails_before_any_output_is_replaced(fault: str, scene: Scene) -> None:
     engines = [scene.start_engine(), scene.start_engine()]
     scene.start_recorder(*engines)
@@ -45,13 +45,22 @@ def test_an_engine_that_fails_before_any_output_is_replaced(fault: str, scene: S
     assert group[0].meta["turns"] == 1
 
 
+def test_an_empty_answer_in_place_of_a_stream_is_none(scene: Scene) -> None:
+    session = scene.open()
+    scene.engine.faults = ["nothing"] * 2
+    body = {"model": "m", "messages": [user("hello")], "stream": True}
+    answer = ask(f"{session.base_url}/chat/completions", body, session.api_key)
+    assert refused(answer) == (503, "engine")
+    session.release()
+
+
 @pytest.mark.parametrize("healthy", [True, False])
 def test_only_its_health_check_marks_an_engine_down(healthy: bool, scene: Scene) -> None:
     engines = [scene.start_engine(), scene.start_engine()]
     recorder = scene.start_recorder(*engines)
     session = scene.open()
     for engine in engines:
-        engine.faults = ["unable"] * 9
+        engine.faults = ["503"] * 9
         engine.healthy = healthy
     body = {"model": "m", "messages": [user("poison")]}
     assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
@@ -74,6 +83,12 @@ def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(sc
     status, health = ask(f"{recorder.url}/healthz")
     assert (status, health["engines"][0]["state"]) == (503, "down")
     session.release()
+
+
+def test_an_engine_with_another_key_is_named(scene: Scene) -> None:
+    scene.engine.key = "secret"
+    status, health = ask(f"{scene.recorder.url}/healthz")
+    assert status == 503 and "SHMBUS_ENGINE_KEY" in health["engines"][0]["why"]
 
 
 @pytest.mark.parametrize("client", ["openai", "urllib"])
@@ -99,7 +114,7 @@ def test_an_agent_that_raises_after_an_outage_is_over_fails_its_sample(scene: Sc
     session = scene.open()
     body = {"model": "m", "messages": [user("hello")]}
     with pytest.raises(LookupError), session:
-        engine.faults = ["unable"] * 9
+        engine.faults = ["503"] * 9
         assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
         engine.faults = []
         assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 200

@@ -97,6 +97,19 @@ def test_the_same_score_again_is_the_same_answer_and_another_one_is_refused(scen
     assert not scene.consumer.take(1, timeout=0.05)
 
 
+def test_a_score_that_waits_for_room_is_the_only_end(scene: Scene) -> None:
+    answer = opened(scene.recorder, scene.feeder)
+    call(answer)
+    scene.bus.pause()
+    with ThreadPoolExecutor(1) as pool:
+        scored = pool.submit(end, scene.recorder, answer, "score", {"score": 1.0})
+        wait_until(lambda: any(each.putting for each in scene.recorder.sessions))
+        for what, body in (("fail", {"reason": "late"}), ("score", {"score": "x"})):
+            assert refused(end(scene.recorder, answer, what, body)) == (409, "scored")
+        scene.bus.resume()
+        assert scored.result() == (200, {"put": True})
+
+
 def test_a_failure_is_reported_and_the_sample_comes_again(scene: Scene) -> None:
     answer = opened(scene.recorder, scene.feeder)
     assert end(scene.recorder, answer, "fail", {"reason": "the tool broke"})[0] == 200

@@ -14,6 +14,12 @@ from shmbus.recorder.event_stream import event
 class UnusableCall(Exception):
     """An invalid call, with the reason for the client."""
 
+    @classmethod
+    def of(cls, expected: str, error: Exception) -> UnusableCall:
+        """Refuse a body that lacks a field, or has a field of another type."""
+        got = f"one without {error}" if isinstance(error, KeyError) else f"another form: {error}"
+        return cls(f"expected a request of {expected}, got {got}")
+
 
 def new_id(prefix: str) -> str:
     """Return an id in the APIs' form."""

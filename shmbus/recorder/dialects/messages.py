@@ -43,17 +43,29 @@ def _image(source: dict[str, Any]) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
+def _unknown(kind: Any) -> UnusableCall:
+    return UnusableCall(f"messages: a block of type {kind!r}; expected text, image, thought, tool")
+
+
 def _tool_result(block: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a tool's result as messages: its text, then its images."""
     content = block.get("content")
     parts: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     text = "\n".join(part.get("text", "") for part in parts if part.get("type") == "text")
     images = [_image(part.get("source") or {}) for part in parts if part.get("type") == "image"]
+    names: list[dict[str, Any]] = []
+    for part in parts:
+        if part.get("type") == "tool_reference":
+            names.append({"type": "tool_reference", "name": part.get("tool_name")})
+        elif part.get("type") not in ("image", "text"):
+            raise _unknown(part.get("type"))
     found: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": text}
     ]
     if images:
         found.append({"role": "user", "content": images})
+    if names:
+        found.append({**found[0], "content": names})
     return found
 
 
@@ -82,6 +94,8 @@ def _message(message: dict[str, Any]) -> list[dict[str, Any]]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             before += _tool_result(block)
+        elif kind not in ("redacted_thinking", "text", "tool_reference"):
+            raise _unknown(kind)
     found: dict[str, Any] = {"role": role}
     if thought:
         found["reasoning"] = "".join(thought)
@@ -170,9 +184,7 @@ class Messages(Dialect):
         try:
             super().__init__(_chat_of(body), history)
         except (AttributeError, KeyError, TypeError) as error:
-            raise UnusableCall(
-                f"expected a request of Anthropic's messages, got one without {error}"
-            ) from error
+            raise UnusableCall.of("Anthropic's messages", error) from error
         self._id = new_id("msg")
         self._model = str(body.get("model", ""))
         self._started = False

@@ -126,9 +126,7 @@ class Responses(Dialect):
             self._items = self._items_of(body)
             super().__init__(self._chat_of(body), history)
         except (AttributeError, KeyError, TypeError) as error:
-            raise UnusableCall(
-                f"expected a request of OpenAI's responses, got one without {error}"
-            ) from error
+            raise UnusableCall.of("OpenAI's responses", error) from error
         #: Items of the answer, in order; the last is open while a stream goes on.
         self._output: list[dict[str, Any]] = []
         self._is_open = False
