@@ -126,7 +126,11 @@ class GroupCalls:
         self._under_way[id(group)] = _Call(group, future, attempts, time.monotonic())
 
     async def _call(self, group: shmbus.Group) -> Any:
-        return await self._function(group)
+        try:
+            return await self._function(group)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
+            # Raised here, the first would mean the handler's end, and the rest end the event loop.
+            return error
 
     def _wait(self, groups: Sequence[shmbus.Group], deadline_s: float) -> None:
         """Wait for the calls of these groups; cancel and repeat a call beyond its limit."""
@@ -210,7 +214,10 @@ class GroupCalls:
         settle: Callable[[shmbus.Group, Any], None],
     ) -> None:
         try:
-            settle(group, result())
+            given = result()
+            if isinstance(given, BaseException):
+                raise RuntimeError(f"{self._name}: {group!r}: got {given!r}") from given
+            settle(group, given)
         except shmbus.UnservedGroupError as error:
             if self._drop is None:
                 raise
@@ -368,7 +375,7 @@ def _checked(group: shmbus.Group, given: Any) -> NDArray[np.float64]:
     host = given.detach().cpu() if hasattr(given, "detach") else given
     try:
         scores = np.asarray(host, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         scores = np.empty(0)
     if scores.shape != (count,) or not np.isfinite(scores).all():
         raise ValueError(
