@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
-import sys
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, overload
 
@@ -31,9 +31,6 @@ __all__ = ["group_advantages"]
 DEFAULT_EPS: Final = 1e-6
 """Added to a group's standard deviation, in units of the score. Small beside the spread of any
 score in use; 1e-6 is what verl adds."""
-
-#: Limit of a float: an int may be larger.
-LARGEST_EPS: Final = sys.float_info.max
 
 FloatArray = npt.NDArray[np.float64]
 Kind = (
@@ -135,7 +132,7 @@ def group_advantages(
         )
     check_choice("std", std, ("bessel", "biased"), "torch.std is 'bessel'")
     eps = check_number("eps", eps)
-    if not 0 <= eps <= LARGEST_EPS:
+    if not 0 <= eps < math.inf:
         raise ValueError(f"eps: expected a finite number from 0 on, got {eps}; 1e-6 is usual")
     check_kind("kind", kind)
     flat = values.ravel()
