@@ -111,8 +111,7 @@ class Loading:
 
     def __init__(self, pairs: Mapping[str, Pair]) -> None:
         self._plan = CopyPlan([*pairs.values()])
-        named = ((name, *pair) for name, pair in pairs.items())
-        self._casts = [each for each in named if each[1].dtype != each[2].dtype]
+        self._casts = [(n, *pair) for n, pair in pairs.items() if pair[0].dtype != pair[1].dtype]
         #: Devices of the targets.
         self.devices = self._plan.devices
 
