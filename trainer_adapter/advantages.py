@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
-import sys
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, overload
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbus.base.arguments import check_choice
+from shmbus.base.arguments import check_choice, check_number
 from shmbus.batch.gather import MAX_SCORE
 from shmbus.batch.scores import relative_scores
 from trainer_adapter.scored_group import ScoredGroup, sight_of
@@ -31,9 +31,6 @@ __all__ = ["group_advantages"]
 DEFAULT_EPS: Final = 1e-6
 """Added to a group's standard deviation, in units of the score. Small beside the spread of any
 score in use; 1e-6 is what verl adds."""
-
-#: Limit of a float: an int may be larger.
-LARGEST_EPS: Final = sys.float_info.max
 
 FloatArray = npt.NDArray[np.float64]
 Kind = (
@@ -134,9 +131,8 @@ def group_advantages(
             f"{values.shape}; flatten it and pass sizes"
         )
     check_choice("std", std, ("bessel", "biased"), "torch.std is 'bessel'")
-    if not isinstance(eps, (int, float)):
-        raise TypeError(f"eps: expected a number, got {type(eps).__name__}; 1e-6 is usual")
-    if not 0 <= eps <= LARGEST_EPS:
+    eps = check_number("eps", eps)
+    if not 0 <= eps < math.inf:
         raise ValueError(f"eps: expected a finite number from 0 on, got {eps}; 1e-6 is usual")
     check_kind("kind", kind)
     flat = values.ravel()
@@ -269,7 +265,8 @@ def _checked_sizes(sizes: npt.NDArray[Any], samples: int) -> npt.NDArray[np.int6
         )
     counts: npt.NDArray[np.int64] = sizes.astype(np.int64)
     smallest = counts.min(initial=samples)
-    if smallest < 0 or counts.sum() != samples:
+    # A size beyond the samples first: the sum of several may wrap around.
+    if smallest < 0 or counts.max(initial=0) > samples or counts.sum() != samples:
         raise ValueError(
             f"sizes: expected {samples} samples in all and none below 0, got {counts.sum()} with "
             f"smallest {counts.min(initial=0)}; count the samples of each group"
@@ -315,5 +312,5 @@ def as_real(given: Any) -> FloatArray | None:
     try:
         array = np.asarray(given)
         return array.astype(np.float64) if array.dtype.kind in "fiubO" else None
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return None

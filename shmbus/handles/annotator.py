@@ -363,6 +363,8 @@ class Columns(ClosedByWith):
         self._timeout = check_timeout(timeout)
         self._claim_timeout = check_timeout(claim_timeout, "claim_timeout")
         self.name = _bus_of(bus, self._columns)
+        with SegmentFile(bus) as file:  # first, to leave no columns of an unknown bus
+            self._bus = file.header["identity"].tobytes().hex()
         if world_size == 1:
             Bus.ensure(
                 self.name,
@@ -383,7 +385,6 @@ class Columns(ClosedByWith):
         self._lane = Bus.open(self.name)
         try:
             with SegmentFile(bus) as file:
-                self._bus = file.header["identity"].tobytes().hex()
                 self._end_left(file)
         except BaseException:
             self._lane.close()

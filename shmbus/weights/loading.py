@@ -20,6 +20,7 @@ from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import has_memory, is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, view_of
+from shmbus.weights.rounding import peak_of, require_range
 from shmbus.weights.weight_source import dtype_name, local_part
 
 #: Target of `load_into`: a module, or tensors by name.
@@ -110,8 +111,13 @@ class Loading:
 
     def __init__(self, pairs: Mapping[str, Pair]) -> None:
         self._plan = CopyPlan([*pairs.values()])
+        self._casts = [(n, *pair) for n, pair in pairs.items() if pair[0].dtype != pair[1].dtype]
         #: Devices of the targets.
         self.devices = self._plan.devices
+
+    def require_range(self) -> None:
+        """Raise ManifestError for magnitudes beyond a target's range."""
+        require_range([(name, to.dtype, peak_of(own, to.dtype)) for name, to, own in self._casts])
 
     @torch.no_grad()
     def copy(self, version: int) -> int:
@@ -175,13 +181,15 @@ def _faults(
         dtype, shape = manifest.shape_of(name, places)
         if shape != tuple(target.shape):
             shapes.append(f"shape of {name!r}: expected {list(target.shape)}, got {list(shape)}")
-        if dtype != dtype_name(target.dtype) and not fit.cast:
+        casts = fit.cast and torch.can_cast(getattr(torch, dtype), target.dtype)
+        if dtype != dtype_name(target.dtype) and not casts:
             dtypes.append(f"dtype of {name!r}: expected {dtype_name(target.dtype)}, got {dtype}")
     if fit.strict:
         taken = {manifest.root(name) for name in found}
         unexpected = [f"unexpected: {t.name!r}" for t in manifest.tensors if t.name not in taken]
     # A load of nothing is no load, in any mode: the row would say that the version runs.
-    needed = missing if fit.strict or len(missing) == len(found) else []
+    missing += [] if found else ["missing: a tensor of the model"]
+    needed = missing if fit.strict or len(missing) >= len(found) else []
     return [*needed, *unexpected, *shapes, *dtypes]
 
 

@@ -429,15 +429,13 @@ class WeightPublisher:
         written = 0
         lasting: list[LocalPiece] = []
         sizes: dict[str, int] = {}
-        peaks: list[tuple[str, torch.dtype, torch.Tensor]] = []
+        peaks: list[tuple[str, torch.dtype, torch.Tensor | None]] = []
         with torch.no_grad():
             for piece in self._source.iter_local(self.rank, self.world_size):
                 if not isinstance(piece, LocalPiece):
                     raise TypeError(f"iter_local: expected LocalPieces, got {type(piece).__name__}")
                 dtype = getattr(torch, self._dtypes.get(piece.name, ""), piece.tensor.dtype)
-                peak = peak_of(piece.tensor, dtype)
-                if peak is not None:
-                    peaks.append((piece.name, dtype, peak))
+                peaks.append((piece.name, dtype, peak_of(piece.tensor, dtype)))
                 if piece.rounding == "stochastic" and loses_bits(piece.tensor, dtype):
                     tensor = round_stochastically(
                         piece.tensor, dtype, version, piece.name, piece.start

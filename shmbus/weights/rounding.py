@@ -22,7 +22,7 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 
-from shmbus.errors import WeightsError
+from shmbus.weights.errors import ManifestError
 
 #: How a float32 or float64 tensor is cast to a 16-bit dtype.
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
@@ -72,18 +72,18 @@ def peak_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
     return torch.stack(torch.aminmax(wide.nan_to_num(0.0, 0.0, 0.0))).abs().amax()
 
 
-def require_range(peaks: Sequence[tuple[str, torch.dtype, torch.Tensor]]) -> None:
-    """Raise WeightsError if the largest magnitude of a piece exceeds its dtype's range."""
+def require_range(peaks: Sequence[tuple[str, torch.dtype, torch.Tensor | None]]) -> None:
+    """Raise ManifestError if the largest magnitude of a piece exceeds its dtype's range."""
     over = [
         f"{name!r} has {float(peak):g}, and {dtype} ends at {torch.finfo(dtype).max:g}"
         for name, dtype, peak in peaks
-        if float(peak) > torch.finfo(dtype).max
+        if peak is not None and float(peak) > torch.finfo(dtype).max
     ]
     if over:
-        raise WeightsError(
-            f"overflow of {len(over)} casts: expected magnitudes in the published dtype's range, "
-            f"got: {'; '.join(over[:5])}; publish as bfloat16, or scale these tensors. The weights "
-            "that were published stay in force"
+        raise ManifestError(
+            f"overflow of {len(over)} casts: expected magnitudes in the target dtype's range; take "
+            "bfloat16, or scale these tensors. The weights in force stay",
+            over,
         )
 
 

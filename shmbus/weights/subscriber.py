@@ -319,7 +319,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
         strict : bool
             Whether the tensors of both sides must match completely; at least one always must.
         cast : bool
-            Whether dtypes may differ.
+            Whether dtypes may differ; a lost fraction, or an overflow of a float, is refused.
         slices : mapping of Slice, optional
             Places of published tensors within fused tensors of the model: name -> part.
 
@@ -387,6 +387,7 @@ class Weights(Mapping[str, torch.Tensor], ClosedByBlock):
             if cache is not None:
                 cache.put(targets, fit[:2], found)
         carried.prepare(found.devices)
+        found.require_range()
         return found
 
     def report_applied(self) -> None:

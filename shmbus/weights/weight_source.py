@@ -18,7 +18,7 @@ from shmbus.tensors.tensor_cache import SeenTensors
 from shmbus.tensors.views import TensorPlace, has_memory, is_sharded
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice, require_slices
-from shmbus.weights.rounding import ROUNDINGS, Rounding
+from shmbus.weights.rounding import DROPPED_BITS, ROUNDINGS, Rounding
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -206,10 +206,11 @@ class ModuleSource(WeightSource):
         if rename is not None and not callable(rename):
             raise TypeError(f"rename: expected a function, got {type(rename).__name__}")
         check_flag("buffers", buffers)
-        check_choice("rounding", rounding, ROUNDINGS)
         require_slices(slices)
         self._model = model
         self._dtype = _checked_dtype(dtype)
+        known = ROUNDINGS if self._dtype in DROPPED_BITS else ROUNDINGS[:1]
+        check_choice("rounding", rounding, known, "'stochastic' rounds to dtype=torch.bfloat16")
         self._rounding: Final = rounding
         self._rename = rename
         self._slices: Final = dict(slices or {})
@@ -369,8 +370,8 @@ def _checked_dtype(dtype: object) -> torch.dtype | None:
         return None
     if not isinstance(found, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
-    if not found.is_floating_point:
-        raise ValueError(f"dtype: expected a floating-point one, such as bfloat16, got {found}")
+    if not found.is_floating_point or found == getattr(torch, "float8_e8m0fnu", None):
+        raise ValueError(f"dtype: expected signed floating-point, such as bfloat16, got {found}")
     return found
 
 

@@ -22,6 +22,7 @@ from trainer_adapter.attention import varlen_attention
         ({"q": torch.zeros(5, 4, 4)}, ValueError, "pass enable_gqa=True"),
         ({"window_size": (1, 2, 3)}, TypeError, "window_size: expected two integers"),
         ({"window_size": (0.5, 0)}, TypeError, "window_size: expected two integers"),
+        ({"scale": "0.5"}, TypeError, "scale: expected a number, got str"),
         ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers from -1"),
         ({"window_size": (-1, 2**31)}, ValueError, "window_size: expected numbers from -1"),
         ({"max_k": 2}, ValueError, "cu_seqlens_k: expected at most 2 tokens.*max_k.*got 3"),

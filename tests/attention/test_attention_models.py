@@ -409,6 +409,24 @@ def test_what_it_has_not_is_refused(seed: int) -> None:
         transformers_inputs(batch)
 
 
+def test_a_mask_beyond_causal_and_window_is_refused(seed: int) -> None:
+    model = tiny("llama", seed)
+    attend_by(model, register_with_transformers())
+    inputs = transformers_inputs(packed_batch(seed, [3, 5]))
+    config = model.config
+    config.attention_chunk_size, config.layer_types = 5, ["chunked_attention"] * 2
+    model(**inputs)
+    config.attention_chunk_size = 4
+    with pytest.raises(ValueError, match="attention_chunk_size: expected"):
+        model(**inputs)
+    masks = pytest.importorskip("transformers.masking_utils")
+    if hasattr(masks, "blockwise_overlay"):  # images, where -1 is text
+        given = config, torch.ones(1, 4, 32), None, None
+        masks.create_causal_mask(*given, block_sequence_ids=torch.tensor([[-1] * 4]))
+        with pytest.raises(ValueError, match="mask: expected a causal one"):
+            masks.create_causal_mask(*given, block_sequence_ids=torch.tensor([[-1, 0, 0, -1]]))
+
+
 def test_an_old_transformers_is_refused_with_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (4, 53):

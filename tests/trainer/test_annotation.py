@@ -115,6 +115,17 @@ def test_what_does_not_fit_is_named_by_group_column_and_sample(
         assert handler.stats().leased == 2
 
 
+def test_a_declared_row_shape_is_the_columns_too(bus: Bus, producer: Producer) -> None:
+    put(producer, "a")
+    columns: Any = lambda group: {"x": [np.ones(len(t["tokens"])) for t in group]}  # noqa: E731
+    fields = {"x": ExtraField(kind="token", shape=(2,))}
+    with (
+        OnlineDataHandler(bus.name, annotate_group=columns, extra_fields=fields) as handler,
+        pytest.raises(ValueError, match=r"'x': sample 0: expected float64 of shape \(2,\)"),
+    ):
+        handler.next_batch(30)
+
+
 def test_groups_of_a_batch_have_the_same_columns(bus: Bus, producer: Producer) -> None:
     put(producer, "a")
     put(producer, "b")

@@ -155,6 +155,8 @@ def test_columns_are_named_and_an_annotator_of_others_meets_no_trainer(bus: Bus)
         Columns(bus.name, {"a b": "float32"})
     with pytest.raises(shmbus.BusNotFoundError, match=r"shmbus\.Columns for values"):
         Annotator(bus.name, {"values": "float32"}, wait=0)
+    with pytest.raises(shmbus.BusNotFoundError):  # and leaves none of its own
+        Columns(f"{bus.name}-b", {"values": "float32"}, **SMALL)
 
 
 ANNOTATOR = """

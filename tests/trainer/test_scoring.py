@@ -139,7 +139,8 @@ def test_a_judge_that_fails_loses_no_group_and_is_asked_for_none_twice(
 
 
 @pytest.mark.parametrize(
-    "given", [[1.0], [1.0, float("nan")], "ab", 1.0, [[1.0, 2.0]], ["1", "2"], [None, 1.0]]
+    "given",
+    [[1.0], [1.0, float("nan")], "ab", 1.0, [[1.0, 2.0]], ["1", "2"], [None, 1.0], [10**400, 1]],
 )
 def test_an_answer_without_scores_loses_nothing(bus: Bus, producer: Producer, given: Any) -> None:
     put(producer, "q")
@@ -150,6 +151,24 @@ def test_an_answer_without_scores_loses_nothing(bus: Bus, producer: Producer, gi
         with pytest.raises(
             ValueError, match="score_group: expected 2 finite numbers for group 'q'"
         ):
+            handler.next_batch(30)
+        assert handler.next_batch(30).scores.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()])
+def test_a_coroutine_that_ends_itself_is_asked_again(
+    bus: Bus, producer: Producer, raised: BaseException
+) -> None:
+    put(producer, "q")
+    failures = [raised]
+
+    async def score_group(group: shmbus.Group) -> Any:
+        if failures:
+            raise failures.pop()
+        return [0.0, 1.0]
+
+    with OnlineDataHandler(bus.name, groups_per_batch=1, score_group=score_group) as handler:
+        with pytest.raises(RuntimeError, match=f"score_group: .*'q'.* got {type(raised).__name__}"):
             handler.next_batch(30)
         assert handler.next_batch(30).scores.tolist() == [0.0, 1.0]
 

@@ -69,6 +69,7 @@ REFUSED: list[tuple[Call, str]] = [
         (handler(extra_fields={"x": ExtraField(**options)}), said)
         for options, said in (
             ({"kind": "token", "fill": 0}, "ValueError: expected a dtype beside fill"),
+            ({"kind": "token", "fill": -1, "dtype": "uint8"}, "ValueError: it would become 255"),
             ({"kind": "token", "dtype": "flot32"}, "ValueError: one of torch's"),
             (
                 {"kind": "token", "fill": 300, "dtype": "int8"},

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shmbus.weights import (
+    ManifestError,
     ModuleSource,
     Shard,
     ShardedSource,
@@ -125,3 +126,16 @@ def test_an_overflow_of_any_part_names_the_tensor_and_keeps_the_version_before(
             publisher.publish(2)
         with subscriber.latest(timeout=10.0) as weights:
             assert weights.version == 1 and float(weights["w"][0]) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.int32])
+def test_a_reader_refuses_a_cast_that_loses_the_value(dtype: torch.dtype, bus_name: str) -> None:
+    model = torch.nn.ParameterDict({"w": torch.tensor([1.0, 70_000.5])})
+    target = {"w": torch.zeros(2, dtype=dtype)}
+    source = ModuleSource(model)
+    with WeightPublisher(bus_name, source) as publisher, WeightSubscriber(bus_name) as subscriber:
+        publisher.publish(1)
+        with subscriber.latest(timeout=10.0) as weights:
+            with pytest.raises(ManifestError, match="'w'"):
+                weights.load_into(target, cast=True)
+            assert not target["w"].any()

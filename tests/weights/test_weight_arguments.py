@@ -120,6 +120,9 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     ),
     *((lambda g, s=s: patch_share(s), "ValueError: patches: expected") for s in (-0.1, 1.5)),  # type: ignore[misc]
     (lambda g: g.reader.latest(timeout=0).load_into({"x": BYTES}, strict=False), "ManifestError"),
+    (lambda g: g.reader.latest(timeout=0).load_into({}, strict=False), "ManifestError"),
+    (lambda g: ModuleSource(many(1), rounding="stochastic"), "ValueError: rounding: .*dtype="),
+    (lambda g: ModuleSource(many(1), dtype=torch.float8_e8m0fnu), "ValueError: dtype: .*signed"),
     (lambda g: patch_share("yes"), "TypeError: patches: expected"),  # type: ignore[arg-type]
 ]
 

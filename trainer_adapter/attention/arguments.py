@@ -113,7 +113,7 @@ def checked_scale(scale: float | None, head_dim: int) -> float:
         default: float = float(head_dim) ** -0.5
         return default
     try:
-        given = float(scale)
+        given = float(scale + 0)  # a text fails here
     except (TypeError, ValueError):
         raise TypeError(
             f"scale: expected a number, got {type(scale).__name__}; None is head_dim ** -0.5"

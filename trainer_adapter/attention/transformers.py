@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def register_with_transformers(name: str = "shmbus_varlen", *, backend: Backend 
     from ``cu_seq_lens_q`` and the like, as in transformers' own flash attention. Without borders, a
     single row is split at each 0 of ``position_ids``; without positions, a mask marks padding;
     otherwise each row is a sequence. Causal attention, sliding windows and a cache of keys are
-    supported; dropout, soft caps and attention sinks are refused.
+    supported; dropout, soft caps, sinks, chunks and blocks of images are refused.
     """
     try:
         from transformers import AttentionInterface
@@ -124,6 +125,15 @@ def transformers_inputs(batch: Any) -> dict[str, Any]:
 def _mask(*arguments: Any, attention_mask: Tensor | None = None, **facts: Any) -> Tensor | None:
     """Pass on a mask of padding [B, K], or None without padding."""
     kv_length = facts.get("kv_length")
+    sees: Any = facts.get("mask_function")
+    if kv_length is not None and getattr(sees, "__qualname__", "").startswith("or_masks."):
+        at = torch.arange(kv_length - 1, device=facts.get("device"))
+        ahead = sees(at.new_tensor(range(facts["batch_size"]))[:, None], 0, at, at + 1)
+        if ahead.any() and not ahead.all():
+            why = "got tokens that see later ones, as of an image"
+            raise ValueError(
+                f"mask: expected a causal one, {why}; take attn_implementation='eager'"
+            )
     if attention_mask is None or attention_mask.dim() != 2:
         return None
     if kv_length is not None:
@@ -151,6 +161,7 @@ def _forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     tree = options.get("prefix_tree")
     if tree is not None:
+        _refuse_chunks(module, lambda: int(tree.segments.positions.max()) + 1)
         if not causal:
             raise ValueError("prefix_tree: expected causal attention, got a module without it")
         return prefix_attention(
@@ -166,6 +177,7 @@ def _forward(
     else:
         (cu_q, max_q), (cu_k, max_k) = _borders(query, key, options)
         q_packed, k_packed, v_packed = (x.flatten(0, 1) for x in (q, k, v))
+    _refuse_chunks(module, lambda: max_k)
     out = varlen_attention(
         q_packed,
         k_packed,
@@ -194,6 +206,17 @@ def _refuse(options: dict[str, Any]) -> None:
     if options.get("dropout", 0.0):
         raise ValueError(
             f"dropout: expected 0, got {options['dropout']}; set the model's attention_dropout to 0"
+        )
+
+
+def _refuse_chunks(module: Any, longest: Callable[[], int]) -> None:
+    """Refuse sequences beyond a chunk of chunked attention, as in Llama 4."""
+    config = getattr(module, "config", None)
+    chunk, kinds = (getattr(config, name, None) for name in ("attention_chunk_size", "layer_types"))
+    if chunk and kinds and kinds[module.layer_idx] == "chunked_attention" and longest() > chunk:
+        raise ValueError(
+            f"attention_chunk_size: expected sequences of at most {chunk} tokens, got {longest()}; "
+            "take attn_implementation='eager' for this model"
         )
 
 

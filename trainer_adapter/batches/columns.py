@@ -107,12 +107,14 @@ def column_tensors(
         arrays = [one for group in groups for one in group.columns[name]]
         owners = [(group, t) for group in groups for t in group.trajectories]
         first = 0 if kind == "sequence" else 1
-        expected = arrays[0].dtype, arrays[0].shape[first:]
+        declared = wanted.declared(name)
+        shape = None if declared is None else declared[0].shape
+        expected = arrays[0].dtype, arrays[0].shape[first:] if shape is None else shape
         for sample, ((group, t), one) in enumerate(zip(owners, arrays, strict=True)):
             if (one.dtype, one.shape[first:]) != expected:
                 raise ValueError(
                     f"{_of(group, name)}: sample {t.index}: expected {expected[0]} of shape "
-                    f"{expected[1]}, as the first of its batch, got {one.dtype} of "
+                    f"{expected[1]}, as the first of its batch or extra_fields, got {one.dtype} of "
                     f"{one.shape[first:]}"
                 )
             if not np.isfinite(one).all():
@@ -125,7 +127,7 @@ def column_tensors(
                         sample,
                     )
         values = torch.from_numpy(np.concatenate(arrays) if kind == "token" else np.stack(arrays))
-        values = values.to(loss_mask.device, (wanted.declared(name) or (None, None))[1])
+        values = values.to(loss_mask.device, None if declared is None else declared[1])
         if kind == "sequence" and rows is not None:
             values = selected(values, rows.sample_of)
         extra[name] = values

@@ -360,6 +360,9 @@ def _checked(name: object, given: object) -> _Field:
     if field.kind != "meta" and field.optional:
         try:
             torch.empty(1, *(field.shape or ()), dtype=target, device="cpu")[:] = field.fill
+            kept = torch.empty((), dtype=target, device="cpu").fill_(field.fill).item()
+            if not np.isclose(kept, field.fill, rtol=0.1, atol=0, equal_nan=True):
+                raise ValueError(f"it would become {kept}")
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"extra_fields: {name!r}: expected a fill that fits {target}, got {field.fill!r}: "

@@ -128,7 +128,11 @@ class GroupCalls:
         self._under_way[id(group)] = _Call(group, future, attempts, time.monotonic())
 
     async def _call(self, group: shmbus.Group) -> Any:
-        return await self._function(group)
+        try:
+            return await self._function(group)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
+            # Raised here, the first would mean the handler's end, and the rest end the event loop.
+            return error
 
     def _wait(self, groups: Sequence[shmbus.Group], deadline_s: float) -> None:
         """Wait for the calls of these groups; cancel and repeat a call beyond its limit."""
@@ -212,7 +216,10 @@ class GroupCalls:
         settle: Callable[[shmbus.Group, Any], None],
     ) -> None:
         try:
-            settle(group, result())
+            given = result()
+            if isinstance(given, BaseException):
+                raise RuntimeError(f"{self._name}: {group!r}: got {given!r}") from given
+            settle(group, given)
         except shmbus.UnservedGroupError as error:
             if self._drop is None:
                 raise
