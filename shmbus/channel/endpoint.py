@@ -231,10 +231,7 @@ class Endpoint(ClosedForReason):
             check_timeout(timeout)
 
     def _wait(
-        self,
-        ready: Callable[[], _T | None],
-        timeout: float | None,
-        what: Callable[[], str],
+        self, ready: Callable[[], _T | None], timeout: float | None, what: Callable[[], str]
     ) -> _T:
         """Call `ready` until it returns a value; `what` names the value in messages."""
         if timeout is not None:

@@ -46,12 +46,7 @@ class ChannelReceiver(Endpoint):
     OTHER: ClassVar[int] = _core.CHANNEL_SENDER
 
     def __init__(
-        self,
-        name: str,
-        *,
-        timeout: float = DEFAULT_TIMEOUT_S,
-        wait: float = 0.0,
-        label: str = "",
+        self, name: str, *, timeout: float = DEFAULT_TIMEOUT_S, wait: float = 0.0, label: str = ""
     ) -> None:
         check_deadline("timeout", timeout)
         check_deadline("wait", wait)
@@ -68,12 +63,7 @@ class ChannelReceiver(Endpoint):
                 "one: end that process, or make a channel for each receiver"
             )
 
-    def receive(
-        self,
-        *,
-        step: int | None = None,
-        timeout: float | None = None,
-    ) -> Message:
+    def receive(self, *, step: int | None = None, timeout: float | None = None) -> Message:
         """Wait for the oldest unacknowledged step; `step` checks the number."""
         with self._lock:
             if step is not None and check_int64("step", step) <= self.acked_step:

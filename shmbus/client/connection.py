@@ -45,11 +45,7 @@ class Connection:
     """Attaches to the daemon of a bus (`attach`), and stays attached."""
 
     def __init__(
-        self,
-        hello: messages.Hello,
-        state: ClientState,
-        leases: Leases,
-        segment: _core.Segment,
+        self, hello: messages.Hello, state: ClientState, leases: Leases, segment: _core.Segment
     ) -> None:
         self._hello = hello
         self._state = state

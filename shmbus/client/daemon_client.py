@@ -136,10 +136,7 @@ class DaemonClient:
         return self.leases.borrower.hand_out(kind, consumer, limit)
 
     def _receive_until(
-        self,
-        timeout: float | None,
-        make: Callable[[int, float], messages.Request],
-        ahead: int = 0,
+        self, timeout: float | None, make: Callable[[int, float], messages.Request], ahead: int = 0
     ) -> bool:
         """Ask until groups arrive; `ahead` is the number to ask ahead then."""
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -15,11 +15,7 @@ from shmbus_ext import _core
 
 
 def refusal(
-    hello: messages.Hello,
-    segment: _core.Segment,
-    policy: Mapping[str, object],
-    *,
-    draining: bool,
+    hello: messages.Hello, segment: _core.Segment, policy: Mapping[str, object], *, draining: bool
 ) -> messages.Refused | None:
     """Return the reason against a client's attachment, or None."""
     if hello.version != messages.VERSION:

@@ -428,12 +428,7 @@ def health(name: str) -> tuple[bool, dict[str, Any]]:
 class MetricsServer(ClosedByWith):
     """Serves ``/metrics`` and ``/healthz`` of a bus, which need not exist yet, from a thread."""
 
-    def __init__(
-        self,
-        name: str,
-        port: int = limits.METRICS_PORT,
-        host: str = "127.0.0.1",
-    ) -> None:
+    def __init__(self, name: str, port: int = limits.METRICS_PORT, host: str = "127.0.0.1") -> None:
         self._bus = name
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(BusCollector(name))

@@ -62,11 +62,7 @@ class Waiting:
     )  # fmt: skip
 
     def __init__(
-        self,
-        session: Session,
-        request: messages.Take | messages.TakeStep,
-        split: int,
-        now: float,
+        self, session: Session, request: messages.Take | messages.TakeStep, split: int, now: float
     ) -> None:
         self.session = session
         self.split = split

@@ -247,9 +247,7 @@ def agreed_schema(
 
 
 def require_same_schema(
-    segment: _core.Segment,
-    own: _core.DeclaredSchema | None,
-    before: _core.DeclaredSchema | None,
+    segment: _core.Segment, own: _core.DeclaredSchema | None, before: _core.DeclaredSchema | None
 ) -> None:
     """Refuse a successor whose schema differs from the removed bus's, by ValueError."""
     now = agreed_schema(segment, own)

@@ -134,14 +134,7 @@ class HttpServer(ClosedByAsyncWith):
         self._headers = _checked_headers(headers)
 
     async def ask(
-        self,
-        step: str,
-        method: str,
-        path: str,
-        timeout: float,
-        *,
-        advice: str,
-        **request: Any,
+        self, step: str, method: str, path: str, timeout: float, *, advice: str, **request: Any
     ) -> dict[str, Any]:
         """Send one request as `call` does; return a 200's JSON object, refuse other statuses."""
         _, text = await self.call(

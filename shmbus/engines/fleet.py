@@ -376,12 +376,7 @@ class EngineFleet(ClosedByAsyncWith):
             return await to_the_end(self._reload(Path(directory)), shmbus.ShmbusError)
 
     async def step(
-        self,
-        shared: SharedModel,
-        action: Callable[[], object],
-        version: int,
-        *,
-        heal: bool = False,
+        self, shared: SharedModel, action: Callable[[], object], version: int, *, heal: bool = False
     ) -> None:
         """Change the one model copy shared by the servers and this process, between pauses.
 
@@ -893,11 +888,7 @@ class EngineFleet(ClosedByAsyncWith):
     # -- a step on the model copy shared with the servers -----------------------------------------
 
     async def _step(
-        self,
-        shared: SharedModel,
-        action: Callable[[], object],
-        version: int,
-        heal: bool,
+        self, shared: SharedModel, action: Callable[[], object], version: int, heal: bool
     ) -> None:
         self._require_shared(await self._recover())
         self._clears = self.clear_cache or self._is_repeated(version, self._is_first())
@@ -1005,10 +996,7 @@ class EngineFleet(ClosedByAsyncWith):
         report.paused_s = 0.0 if began is None else time.monotonic() - began
 
     def _begin(
-        self,
-        version: int,
-        previous: int | None,
-        servers: Sequence[EngineServer],
+        self, version: int, previous: int | None, servers: Sequence[EngineServer]
     ) -> UpdateReport:
         """Begin the report of an update; servers left paused before count as paused still."""
         paused = {address for _, address in self._note.named()}

@@ -15,13 +15,7 @@ from typing import NamedTuple
 from shmbus import Bus, BusNotFoundError, WaitTimeoutError
 from shmbus.engines.engine_server import Addressed
 from shmbus.engines.results import EngineError, ServerReport
-from shmbus.pool.pool_status import (
-    ARRIVED_CODE,
-    LOADING_CODE,
-    PoolStatus,
-    ReaderStatus,
-    read_pool,
-)
+from shmbus.pool.pool_status import ARRIVED_CODE, LOADING_CODE, PoolStatus, ReaderStatus, read_pool
 from shmbus.pool.reader import PoolReader, VersionLease
 from shmbus.pool.server_rows import WEIGHTS, drop_dead_rows, row_name, rows_of_server, was_published
 from shmbus.segment.cache_salt import life_name

@@ -59,10 +59,7 @@ def require_own_folder(path: str, what: str) -> None:
 
 
 def check_own(
-    path: str,
-    found: os.stat_result,
-    what: str,
-    is_kind: Callable[[int], bool] = stat.S_ISREG,
+    path: str, found: os.stat_result, what: str, is_kind: Callable[[int], bool] = stat.S_ISREG
 ) -> None:
     """Refuse irregular files, and a foreign user's: their owner could read and truncate them."""
     if found.st_uid != os.geteuid():

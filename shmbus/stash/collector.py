@@ -417,10 +417,7 @@ class Collector:
         return ended
 
     def _note_end(
-        self,
-        samples: list[Trajectory],
-        reason: int,
-        group: _core.GroupEntry[Trajectory] | None,
+        self, samples: list[Trajectory], reason: int, group: _core.GroupEntry[Trajectory] | None
     ) -> None:
         """Finish the end of a lease: log a drop, end reports, request and lead."""
         if reason:

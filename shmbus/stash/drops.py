@@ -66,12 +66,7 @@ class DropLog:
         self.told: Callable[[str, Sequence[Trajectory]], None] | None = None
 
     def note(
-        self,
-        reason: str,
-        samples: Sequence[Trajectory],
-        now_s: float,
-        *,
-        superseded: bool = False,
+        self, reason: str, samples: Sequence[Trajectory], now_s: float, *, superseded: bool = False
     ) -> None:
         """Note a group's released samples; call for failure reports while they are held."""
         if self.told is not None and not superseded:

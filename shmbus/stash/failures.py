@@ -291,13 +291,7 @@ class Failures(Generic[S]):
     # -- receiving and failing ------------------------------------------------------------------
 
     def begin(
-        self,
-        key: Hashable,
-        size: int,
-        need: int,
-        samples: Iterable[S],
-        born_s: float,
-        now_s: float,
+        self, key: Hashable, size: int, need: int, samples: Iterable[S], born_s: float, now_s: float
     ) -> FailingGroup[S]:
         """Turn an incomplete group into a failing group."""
         group: FailingGroup[S] = FailingGroup(key, size, need, born_s, now_s)

@@ -459,11 +459,7 @@ class TensorSender(TensorSide):
         return number
 
     def _send(
-        self,
-        tensors: dict[str, torch.Tensor],
-        number: int,
-        extra: bytes,
-        timeout: float | None,
+        self, tensors: dict[str, torch.Tensor], number: int, extra: bytes, timeout: float | None
     ) -> None:
         form = self._form if self._is_like_the_last(tensors) else None
         self._agreement.check()

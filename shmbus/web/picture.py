@@ -22,13 +22,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from shmbus.base.format import printable, several, unprinted
-from shmbus.data.status_types import (
-    BusStatus,
-    GroupCells,
-    LeaseStatus,
-    ProducerStatus,
-    SampleCell,
-)
+from shmbus.data.status_types import BusStatus, GroupCells, LeaseStatus, ProducerStatus, SampleCell
 from shmbus.inspect.groups import Groups
 from shmbus.inspect.rates import Watcher
 from shmbus.inspect.verdict import producer_name

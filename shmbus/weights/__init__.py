@@ -18,16 +18,9 @@ Invariants:
 from __future__ import annotations
 
 from shmbus.errors import WeightsError
-from shmbus.weights.adapters import (
-    LoraFiles,
-    LoraVersion,
-    lora_state,
-)
+from shmbus.weights.adapters import LoraFiles, LoraVersion, lora_state
 from shmbus.weights.bridge import attach_bridge
-from shmbus.weights.errors import (
-    ManifestError,
-    VersionOrderError,
-)
+from shmbus.weights.errors import ManifestError, VersionOrderError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.probe import probe_carriers
 from shmbus.weights.publisher import Publication, Published, WeightPublisher

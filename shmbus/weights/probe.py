@@ -177,10 +177,7 @@ def probe_carriers(
 
 
 def choose(
-    carrier: str,
-    device: str | torch.device,
-    *,
-    directory: Path | str | None = None,
+    carrier: str, device: str | torch.device, *, directory: Path | str | None = None
 ) -> Choice:
     """Choose a carrier, or check the requested one."""
     check_choice("carrier", carrier, ("auto", *CARRIERS))

@@ -22,12 +22,7 @@ from shmbus.data.encoding import decodable
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import ParamMeta, Slice
 from shmbus.weights.rounding import ROUNDINGS, Rounding
-from shmbus.weights.weight_source import (
-    EvenShares,
-    LocalPiece,
-    WeightSource,
-    dtype_name,
-)
+from shmbus.weights.weight_source import EvenShares, LocalPiece, WeightSource, dtype_name
 
 #: Exchange of a message: from this rank's bytes to every rank's, in rank order.
 Exchange: TypeAlias = Callable[[bytes], Sequence[bytes]]

@@ -47,13 +47,7 @@ from shmbus.base.arguments import (
     check_timeout,
 )
 from shmbus.base.closing import ClosedByWith
-from shmbus.errors import (
-    BusBusyError,
-    DamagedError,
-    PeerGoneError,
-    WaitTimeoutError,
-    WeightsError,
-)
+from shmbus.errors import BusBusyError, DamagedError, PeerGoneError, WaitTimeoutError, WeightsError
 from shmbus.segment.names import memory_socket, remove_dead_socket
 from shmbus.tensors.device.arena import (
     Arena,
@@ -64,13 +58,7 @@ from shmbus.tensors.device.arena import (
     allocator,
 )
 from shmbus.tensors.device.memory import refusals
-from shmbus.tensors.views import (
-    copy_tensor,
-    count_writes,
-    is_sharded,
-    payload_tensor,
-    tensor_at,
-)
+from shmbus.tensors.views import copy_tensor, count_writes, is_sharded, payload_tensor, tensor_at
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest, Slice, view_of
 from shmbus.weights.single_copy import (
@@ -443,11 +431,7 @@ def _tie(model: torch.nn.Module, name: str, shared: SharedModel) -> None:
 
 
 def attach_model(
-    bus: str,
-    model: torch.nn.Module,
-    *,
-    timeout: float = 30.0,
-    writable: bool = False,
+    bus: str, model: torch.nn.Module, *, timeout: float = 30.0, writable: bool = False
 ) -> SharedModel:
     """Make a model's parameters views of the trainer's; zero-copy.
 

@@ -19,13 +19,7 @@ from typing import Final, NamedTuple
 import torch
 
 from shmbus import BusClosedError
-from shmbus.base.arguments import (
-    check_flag,
-    check_int,
-    check_int64,
-    check_text,
-    check_timeout,
-)
+from shmbus.base.arguments import check_flag, check_int, check_int64, check_text, check_timeout
 from shmbus.base.closing import ClosedByWith
 from shmbus.batch.uninterrupted import ClosedByBlock
 from shmbus.errors import WaitTimeoutError

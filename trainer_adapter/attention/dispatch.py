@@ -21,11 +21,7 @@ from torch import Tensor
 
 from shmbus.base.arguments import check_choice
 from trainer_adapter.attention.arguments import Call
-from trainer_adapter.attention.native import (
-    call_native,
-    is_for_lengths_to_decide,
-    native_obstacle,
-)
+from trainer_adapter.attention.native import call_native, is_for_lengths_to_decide, native_obstacle
 from trainer_adapter.attention.plan import IntArray, make_plan
 from trainer_adapter.attention.sdpa import attend_by_plan, differentiable_lse, log_sum_exp
 

@@ -23,15 +23,7 @@ from torch import Tensor
 
 import shmbus
 from shmbus.base.arguments import check_text
-from shmbus.batch.gather import (
-    RAGGED,
-    SEQUENCE,
-    TOKEN,
-    ExtraSpec,
-    FieldNames,
-    PackPlan,
-    measure,
-)
+from shmbus.batch.gather import RAGGED, SEQUENCE, TOKEN, ExtraSpec, FieldNames, PackPlan, measure
 from shmbus.data.sample_rows import SHARED_PREFIX
 from trainer_adapter.batches.rows import RowSplit, selected
 

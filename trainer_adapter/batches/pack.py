@@ -42,13 +42,7 @@ from trainer_adapter.batches.finite import SampleError, wrong_value
 from trainer_adapter.batches.memory import BatchMemory
 from trainer_adapter.batches.prefixes import prefix_batch
 from trainer_adapter.batches.rows import RowSplit
-from trainer_adapter.batches.sample_flags import (
-    IsOld,
-    Stale,
-    Truncated,
-    Withholding,
-    sample_flags,
-)
+from trainer_adapter.batches.sample_flags import IsOld, Stale, Truncated, Withholding, sample_flags
 from trainer_adapter.scored_group import ScoredGroup, groups_of
 
 

@@ -197,10 +197,7 @@ class _Gather(torch.autograd.Function):
 
 
 def share_prefixes(
-    tokens: IntArray,
-    lengths: IntArray,
-    group_sizes: IntArray,
-    inputs: IntArray | None = None,
+    tokens: IntArray, lengths: IntArray, group_sizes: IntArray, inputs: IntArray | None = None
 ) -> PrefixTree:
     """Find shared prefixes in each group; sequences with different `inputs` share nothing."""
     borders = _borders(lengths)

@@ -73,9 +73,7 @@ def _check_prompts(
 
 
 def _check_rows(
-    views: list[NDArray[np.int64]],
-    trajectories: list[shmbus.Trajectory],
-    names: FieldNames,
+    views: list[NDArray[np.int64]], trajectories: list[shmbus.Trajectory], names: FieldNames
 ) -> None:
     """Raise PrefixError for a row without its declared prefix in a second row of its sample."""
     first = 0

@@ -127,10 +127,7 @@ class Demo:
         )
 
     def train(
-        self,
-        channel: WeightsChannel,
-        handler: OnlineDataHandler,
-        supervisor: Supervisor,
+        self, channel: WeightsChannel, handler: OnlineDataHandler, supervisor: Supervisor
     ) -> None:
         """Take every step."""
         self.began_s = time.monotonic()

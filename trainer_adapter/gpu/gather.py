@@ -217,11 +217,7 @@ CHUNK_ENTRY_BYTES: Final = COPY_WORDS * 8
 
 
 def _copy_extras(
-    plan: BatchPlan,
-    device: torch.device,
-    shift: int,
-    blocks: list[StagingBlock],
-    staging: Staging,
+    plan: BatchPlan, device: torch.device, shift: int, blocks: list[StagingBlock], staging: Staging
 ) -> Tensor:
     """Start the copies of extra fields, on the current stream."""
     from trainer_adapter.gpu.kernel import launch_copy

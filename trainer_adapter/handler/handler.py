@@ -64,13 +64,7 @@ from trainer_adapter.handler.planner import BatchPlanner, MadeBatch
 from trainer_adapter.handler.prefetch import Prefetcher
 from trainer_adapter.handler.progress import DropNotes, Progress, describe_wait
 from trainer_adapter.handler.prompts import LEDGER_S, PromptOffers, PromptsEndedError
-from trainer_adapter.handler.take import (
-    QUIET_NOTE_S,
-    Take,
-    WorkedOn,
-    take_from,
-    take_until_due,
-)
+from trainer_adapter.handler.take import QUIET_NOTE_S, Take, WorkedOn, take_from, take_until_due
 from trainer_adapter.mismatch import LogprobMismatch
 
 if TYPE_CHECKING:

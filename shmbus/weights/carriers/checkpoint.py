@@ -34,11 +34,7 @@ from shmbus.errors import BusBusyError, DamagedError, WaitTimeoutError, WeightsE
 from shmbus.segment.locked_file import LockedFile
 from shmbus.segment.own_file import require_own_folder
 from shmbus.store.directory import sync
-from shmbus.weights.carriers.interface import (
-    DEFAULT_SLOTS,
-    ReaderOptions,
-    WriterOptions,
-)
+from shmbus.weights.carriers.interface import DEFAULT_SLOTS, ReaderOptions, WriterOptions
 from shmbus.weights.errors import ManifestError
 from shmbus.weights.manifest import Manifest
 from shmbus.weights.weight_source import LocalPiece, dtype_name

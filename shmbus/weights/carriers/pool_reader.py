@@ -21,12 +21,7 @@ from shmbus.pool.server_rows import server_of_label
 from shmbus.tensors.device.registration import RegisteredSlots
 from shmbus.tensors.views import payload_tensor, tensor_at, unowned
 from shmbus.weights.carriers.exported import ExportedReader, ExportedReaders
-from shmbus.weights.carriers.interface import (
-    KIND,
-    LostVersionError,
-    ReaderOptions,
-    VersionMeta,
-)
+from shmbus.weights.carriers.interface import KIND, LostVersionError, ReaderOptions, VersionMeta
 from shmbus.weights.errors import MANIFEST_CODE, TORN_CODE, UNUSABLE
 from shmbus.weights.loading import LoadCache
 from shmbus.weights.manifest import Manifest
