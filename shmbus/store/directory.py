@@ -70,6 +70,9 @@ def _fill_partial(
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _no_room(target, written) from error
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            what = f"{error.strerror} (nothing is left of this attempt)"
+            raise type(error)(error.errno, what, str(target)) from error
         raise
     sync(target.parent)
     return manifest

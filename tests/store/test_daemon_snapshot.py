@@ -131,7 +131,8 @@ def test_an_unwritable_snapshot_is_told(daemon: Served, bus_name: str, tmp_path:
     # A limit on the size of files fails in the middle of a write, as a full disk does.
     before = resource.prlimit(served.child.pid, resource.RLIMIT_FSIZE, (1_000_000, -1))
     result = cli("snapshot", bus_name, str(tmp_path / "snap"))
-    assert result.status == 1 and "File too large" in result.err
+    assert result.status == 1 and "File too large (nothing is left" in result.err
+    assert str(tmp_path / "snap") in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
     resource.prlimit(served.child.pid, resource.RLIMIT_FSIZE, before)
     assert cli("snapshot", bus_name, str(tmp_path / "snap")).status == 0
