@@ -28,7 +28,9 @@ def answer(producer: shmbus.Producer, request: Request) -> bool:
     return producer.requests.answer(request, score=float(request.index), tokens=tokens)
 
 
-def offer(feeder: shmbus.Feeder, number: int, *, size: int = 4, **more: object) -> None:
+def offer(
+    feeder: shmbus.Feeder | shmbus.Consumer, number: int, *, size: int = 4, **more: Any
+) -> None:
     feeder.request(
         f"q{number}", group_size=size, prompt=np.full(5, number, np.int32), meta={"n": number},
         **more,
@@ -96,11 +98,7 @@ def test_what_a_forgotten_node_had_is_asked_of_another(unlike: dict[str, str], s
 
 
 def test_a_group_chosen_by_workers_is_cancelled_everywhere(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]]),
-        shmbus.Producer(buses["a"]) as one,
-        shmbus.Producer(buses["b"]) as other,
-    ):
+    with relayed(buses, "ab") as (_, _, one, other):
         for index in range(2):
             one.put("q", group_size=4, need=2, round=1, index=index, tokens=[1])
         wait_until(lambda: other.cancelled("q", round=1))
@@ -246,13 +244,11 @@ def test_prompts_that_were_cut_or_fit_no_row_are_not_offered(buses: dict[str, st
 def test_a_restored_trainer_repeats_its_request(unlike: dict[str, str], split: str) -> None:
     made: Counter[str] = Counter()
     with (
-        relay([unlike["a"]], [unlike["t"]]),
-        shmbus.Consumer(unlike["t"], split=split) as consumer,
-        shmbus.Feeder(unlike["t"]) as feeder,
+        relayed(unlike, "a", {"split": split}) as (_, consumer, _),
         answering([unlike["a"]], counting(made)),
     ):
         for _ in range(3):
-            offer(feeder, 1, round=1, split=split)
+            offer(consumer, 1, round=1, split=split)
             (group,) = take_groups(consumer, 1)
             assert len(group) == 4
             group.ack()
@@ -315,18 +311,18 @@ def send_all(name: str) -> Callable[[int], None]:
     return work
 
 
-def claim_all(name: str) -> Callable[[int], None]:
+def answer_others(producer: shmbus.Producer, kept: list[Request]) -> None:
     """Answer as a worker does, and keep every sample of the first group."""
+    while (request := producer.requests.next(timeout=0)) is not None:
+        if request.instance_id == "q0":
+            kept.append(request)
+        else:
+            producer.requests.answer(request, score=0.0, tokens=[1])
+
+
+def claim_all(name: str) -> Callable[[int], None]:
     producer, kept = shmbus.Producer(name), list[Request]()
-
-    def work(number: int) -> None:
-        while (request := producer.requests.next(timeout=0)) is not None:
-            if request.instance_id == "q0":
-                kept.append(request)
-            else:
-                producer.requests.answer(request, score=0.0, tokens=[1])
-
-    return work
+    return lambda number: answer_others(producer, kept)
 
 
 def give_back(name: str) -> Callable[[int], None]:
@@ -338,11 +334,7 @@ def give_back(name: str) -> Callable[[int], None]:
         if number == 150:
             producer.requests.release(kept[0])
             assert next_request(taker).instance_id == "q0"
-        while (request := taker.requests.next(timeout=0)) is not None:
-            if request.instance_id == "q0":
-                kept.append(request)
-            else:
-                taker.requests.answer(request, score=0.0, tokens=[1])
+        answer_others(taker, kept)
         if taker is not producer:
             taker.close()
 
@@ -355,7 +347,7 @@ def test_stragglers_are_left(bus_name: str, maker: Callable[[str], Callable[[int
     with shmbus.Consumer(bus_name) as consumer, shmbus.Feeder(bus_name) as feeder:
         work = maker(bus_name)
         for number in range(300):
-            feeder.request(f"q{number}", group_size=4, prompt=np.zeros(5, np.int32), timeout=0.0)
+            offer(feeder, number, timeout=0.0)
             work(number)
             consumer.ack(consumer.take(timeout=0.0))
     shmbus.unlink(bus_name)
@@ -366,9 +358,7 @@ def test_a_prompt_that_waits_for_its_turn_holds_its_place(bus_name: str) -> None
     with shmbus.Feeder(bus_name) as feeder, shmbus.Producer(bus_name) as producer:
         with pytest.raises(shmbus.BusFullError):
             for number in range(65):
-                feeder.request(
-                    f"q{number}", group_size=1, prompt=np.zeros(5, np.int32), timeout=0.0
-                )
+                offer(feeder, number, size=1, timeout=0.0)
         taken = [producer.requests.next(timeout=0) for _ in range(64)]
         assert [each and each.instance_id for each in taken] == [f"q{n}" for n in range(64)]
     shmbus.unlink(bus_name)
@@ -396,9 +386,7 @@ def test_a_straggler_behind_a_relay_stops_no_prompt(buses: dict[str, str]) -> No
         while trained < 199:
             with contextlib.suppress(shmbus.BusFullError):
                 while offered < 200:
-                    feeder.request(
-                        f"q{offered}", group_size=2, prompt=np.zeros(5, np.int32), timeout=0.0
-                    )
+                    offer(feeder, offered, size=2, timeout=0.0)
                     offered += 1
             groups = consumer.take(timeout=10.0)
             assert groups, f"{trained} groups came, and no more"

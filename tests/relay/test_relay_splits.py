@@ -85,11 +85,7 @@ def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) ->
 
 
 def test_a_prompt_of_two_splits_is_two_groups_at_one_node(unlike: dict[str, str]) -> None:
-    with (
-        relay([unlike["a"]], [unlike["t"]]),
-        shmbus.Consumer(unlike["t"]) as consumer,
-        shmbus.Producer(unlike["a"]) as producer,
-    ):
+    with relayed(unlike, "a") as (_, consumer, producer):
         for split in ("train", "eval"):
             consumer.request("q", group_size=1, round=1, split=split, prompt=PROMPT)
         requests = [next_request(producer) for _ in range(2)]
@@ -308,13 +304,9 @@ def test_numbers_of_labels_are_given_once_and_to_no_label_that_is_none() -> None
 
 def test_neither_equal_scores_nor_an_old_policy_end_an_evaluation(unlike: dict[str, str]) -> None:
     a, t = unlike["a"], unlike["t"]
-    with (
-        relay([a], [t], policy=StashPolicy(skip_zero_variance=True, max_policy_lag=1)) as made,
-        shmbus.Bus.open(t) as bus,
-        shmbus.Consumer(t) as consumer,
-        shmbus.Producer(a) as producer,
-    ):
-        bus.policy_version = 9
+    policy = StashPolicy(skip_zero_variance=True, max_policy_lag=1)
+    with relayed(unlike, "a", policy=policy) as (made, consumer, producer):
+        consumer.policy_version = 9
         wait_until(lambda: (pure := made.coordinator.pure) and pure.policy_version == 9)
         for split in ("train", "eval"):
             for index in range(2):
