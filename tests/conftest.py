@@ -38,7 +38,7 @@ from fork_server import (
     use_servers,
 )
 
-from shmbus import Bus, Consumer, Feeder, Group, Producer, Request
+from shmbus import Bus, BusFullError, Consumer, Feeder, Group, Producer, Request
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.segment.names import remove_dead_socket
 
@@ -519,6 +519,16 @@ def take_rest(consumer: Consumer) -> list[str]:
         taken += [group.instance_id for group in groups]
         consumer.ack(groups)
     return taken
+
+
+def fill(put: Callable[[int], object]) -> int:
+    """Call `put` with number after number until the bus is full; return the last number."""
+    for number in itertools.count():
+        try:
+            put(number)
+        except BusFullError:
+            return number
+    raise AssertionError
 
 
 def work_until(consumer: Consumer, condition: Callable[[], object]) -> None:
