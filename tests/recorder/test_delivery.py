@@ -9,15 +9,13 @@ import pytest
 from aiohttp import web
 from conftest import wait_until
 from http_requests import reset
-from recorders import Scene, ask, chat, refused, sent, user
+from recorders import CALL, Scene, ask, call, chat, refused, sent, user
 
 import shmbus
 from shmbus.recorder.recorder import Recorder
 from shmbus.recorder.sessions import Session
 
 pytest_plugins = ["recorder_fixtures"]
-
-CALL = {"model": "m", "messages": [user("hello")]}
 
 
 def only(recorder: Recorder) -> Session:
@@ -176,6 +174,5 @@ def test_an_unread_response_is_unrecorded(session: shmbus.Session, recorder: Rec
     wait_until(lambda: not only(recorder).history)
     assert only(recorder).history_bytes == recorder.sessions.nbytes == 0
     missing = {"model": "m", "input": "x", "previous_response_id": "resp_1"}
-    answer = ask(f"{session.base_url}/responses", missing, session.api_key)
-    assert refused(answer) == (400, "invalid_call")
+    assert refused(call(session, missing, "responses")) == (400, "invalid_call")
     session.release()
