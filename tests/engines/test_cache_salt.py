@@ -40,9 +40,7 @@ def stale(answers: list[dict[str, float]]) -> int:
 async def test_no_new_request_gets_older_weights_cache(salted: bool, scene: Scene) -> None:
     running = scene.servers(1, CachingVllm)
     answers: list[dict[str, float]] = []
-    async with EngineFleet(
-        [VllmServer(running.url)], bus=scene.bus.name, timeout=TIMEOUT_S
-    ) as fleet:
+    async with scene.fleet(running) as fleet:
         await fleet.update(scene.trainer, 1)
         with shmbus.Producer(scene.bus.name) as producer:
             requests = [

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from small_shared import SmallShared
-from test_shared_steps import attached, model_of
+from test_shared_steps import attached, break_off, model_of
 from test_trainer_deaths import kill_trainer
 from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, assert_serving, fleet_of, update
 
 from shmbus import Bus, DamagedError, LayoutMismatchError
-from shmbus.engines import EngineError, EngineFleet, VllmServer
+from shmbus.engines import EngineError
 from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
 from shmbus.engines.resume import resume
 from shmbus.segment.fleet_note import note_path
@@ -45,12 +45,7 @@ async def test_a_torn_server_stays_paused_in_a_vain_update(quorum: int, scene: S
 
 async def test_a_silent_server_stays_named_over_other_updates(scene: Scene) -> None:
     running = [scene.servers(1), scene.servers(1)]
-    async with EngineFleet(
-        [VllmServer(each.url) for each in running],
-        bus=scene.bus.name,
-        quorum=1,
-        timeout=SHORT_S / 2,
-    ) as fleet:
+    async with scene.fleet(*running, quorum=1, timeout=SHORT_S / 2) as fleet:
         await fleet.update(scene.trainer, 1)
         await running[1].fault("update", "stop")
         for version in (2, 3):
@@ -116,15 +111,11 @@ async def test_a_torn_model_that_cannot_pause_is_served_by_none(bus: Bus, server
     running = [servers(1, SmallShared), servers(1, SmallShared)]
     model = model_of(1)
 
-    def broken() -> None:
-        model.value[:500] = 2
-        raise RuntimeError("the optimizer failed")
-
     with share_model(bus.name, model, version=1) as shared:
         await attached(bus.name, *running)
         async with fleet_of(bus.name, *running) as fleet:
             with pytest.raises(DamagedError, match="stay paused"):
-                await fleet.step(shared, broken, 2)
+                await fleet.step(shared, lambda: break_off(model), 2)
             await running[1].fault("pause", "500")
             with pytest.raises(EngineError, match="nothing was changed"):
                 await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)

@@ -22,11 +22,6 @@ from shmbus.weights import WeightsError
 pytest_plugins = ["engine_fixtures"]
 
 
-@pytest.fixture
-def writer(bus_name: str, tmp_path: Path) -> Trainer:
-    return Trainer(bus_name, carrier="checkpoint", directory=tmp_path)
-
-
 async def reload(bus: str, directory: Path, *running: Running, **options: Any) -> UpdateReport:
     async with fleet_of(bus, *running, **options) as fleet:
         return await fleet.reload(directory)

@@ -23,6 +23,11 @@ def model_of(value: float) -> torch.nn.Module:
     return model
 
 
+def break_off(model: Any) -> None:
+    model.value[:500] = 2
+    raise RuntimeError("the optimizer failed")
+
+
 async def attached(bus: str, *running: Running) -> None:
     for each in running:
         await each.post("/attach", {"bus": bus})
@@ -52,15 +57,11 @@ async def test_a_failed_step_pauses_servers_until_healed(bus: Bus, servers: Any)
     running = servers(1, SmallShared)
     model = model_of(1)
 
-    def broken() -> None:
-        model.value[:500] = 2
-        raise RuntimeError("the optimizer failed")
-
     with share_model(bus.name, model, version=1) as shared:
         await attached(bus.name, running)
         async with fleet_of(bus.name, running) as fleet:
             with pytest.raises(DamagedError, match="stay paused"):
-                await fleet.step(shared, broken, 2)
+                await fleet.step(shared, lambda: break_off(model), 2)
             assert paused_by(bus.name) is not None
             report = await fleet.recover()
             assert report is not None and report.torn == [running.url]

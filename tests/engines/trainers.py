@@ -35,6 +35,10 @@ def fleet_of(bus: str, *running: Any, **options: Any) -> EngineFleet:
     return EngineFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options})
 
 
+async def token(running: Any) -> float:
+    return float((await running.complete(1))["tokens"][0])
+
+
 async def assert_serving(version: float, *running: Any) -> None:
     """Require servers that are not paused and have whole weights of a version."""
     for each in running:
