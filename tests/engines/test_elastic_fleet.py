@@ -35,8 +35,7 @@ async def test_a_server_joins_at_the_newest(bus: Bus, trainer: Trainer, servers:
 
 async def test_a_server_that_joins_during_an_update_waits_for_its_end(scene: Scene) -> None:
     first, second = scene.servers(1), scene.servers(1)
-    async with scene.fleet(first) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(first) as fleet:
         await first.fault("update", "slow")
         updating = asyncio.ensure_future(fleet.update(scene.trainer, 2))
         await asyncio.sleep(0.2)

@@ -45,8 +45,7 @@ async def test_a_torn_server_stays_paused_in_a_vain_update(quorum: int, scene: S
 
 async def test_a_silent_server_stays_named_over_other_updates(scene: Scene) -> None:
     running = [scene.servers(1), scene.servers(1)]
-    async with scene.fleet(*running, quorum=1, timeout=SHORT_S / 2) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running, quorum=1, timeout=SHORT_S / 2) as fleet:
         await running[1].fault("update", "stop")
         for version in (2, 3):
             report = await fleet.update(scene.trainer, version)

@@ -221,8 +221,7 @@ LATE_STEPS = ("start", "update", "finish")
 @pytest.mark.parametrize("step", LATE_STEPS)
 async def test_an_abandoned_step_ends_before_the_way_back(step: str, scene: Scene) -> None:
     running = scene.servers(2)
-    async with scene.fleet(running, timeout=PATIENCE_S) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(running, timeout=PATIENCE_S) as fleet:
         await running.fault(step, "slow")
         with pytest.raises(UpdateRolledBackError, match="runs version 1 again"):
             await fleet.update(scene.trainer, 2)
