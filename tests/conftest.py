@@ -333,6 +333,11 @@ class Spawner:
             child.expect(until)
         return child
 
+    def holder(self, text: str, *args: object) -> Child:
+        """Start `text`, and return once it has run; what it made lasts until it is killed."""
+        end = "import time\nprint('holds', flush=True)\ntime.sleep(600)\n"
+        return self.script(f"{text.rstrip()}\n{end}", *args, until="holds")
+
     def file(self, path: Path, *args: object, env: dict[str, str] | None = None) -> Child:
         return self._start([str(path)], path.read_text(), args, env, fresh=False)
 

@@ -47,10 +47,8 @@ def test_a_dead_workers_sample_is_a_failed_attempt(
     of = {"split": split}
     with relayed(unlike, "a", of, policy=TWICE) as (_, consumer, producer):
         put(producer, 0, **of)
-        child = spawn.script(CLAIM, unlike["a"])
         producer.fail("q", 1, "first", group_size=2, **of)
-        wait_until(lambda: "has it" in child.output())
-        child.kill()
+        spawn.holder(CLAIM, unlike["a"]).kill()
         asked = next_retry(producer)
         assert asked.attempt == 2 and "died while it had it" in asked.reason
         put(producer, 1, **of)
