@@ -120,33 +120,28 @@ def test_a_request_whose_group_a_policy_drops_ends_on_every_bus(buses: dict[str,
         assert consumer.open_requests() == []
 
 
-def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(bus_name: str) -> None:
-    names = [f"{bus_name}.a", f"{bus_name}.b", f"{bus_name}.t"]
-    shmbus.Bus.create(names[0], "4MiB").close()
-    shmbus.Bus.create(names[1], "4MiB").close()
-    shmbus.Bus.create(names[2], "4MiB", max_lead=3).close()
+def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(buses: dict[str, str]) -> None:
+    a, b, t = buses.values()
+    shmbus.unlink(t)
+    shmbus.Bus.create(t, "4MiB", max_lead=3).close()
     made: Counter[str] = Counter()
-    try:
-        with (
-            relay(names[:2], names[2:]),
-            shmbus.Consumer(names[2]) as consumer,
-            shmbus.Feeder(names[2]) as feeder,
-            answering(names[:2], counting(made)),
-        ):
-            for number in range(12):
-                offer(feeder, number)
-            delivered = 0
-            while delivered < 12:
-                most = 4 * min(delivered + 3, 12)
-                wait_until(lambda most=most: made.total() == most)
-                time.sleep(0.2)
-                assert made.total() == most
-                (group,) = consumer.take(1, timeout=30.0)
-                group.ack()
-                delivered += 1
-    finally:
-        for name in names:
-            shmbus.unlink(name)
+    with (
+        relay([a, b], [t]),
+        shmbus.Consumer(t) as consumer,
+        shmbus.Feeder(t) as feeder,
+        answering([a, b], counting(made)),
+    ):
+        for number in range(12):
+            offer(feeder, number)
+        delivered = 0
+        while delivered < 12:
+            most = 4 * min(delivered + 3, 12)
+            wait_until(lambda most=most: made.total() == most)
+            time.sleep(0.2)
+            assert made.total() == most
+            (group,) = consumer.take(1, timeout=30.0)
+            group.ack()
+            delivered += 1
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])

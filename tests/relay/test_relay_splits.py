@@ -225,34 +225,29 @@ def test_what_waits_for_its_split_goes_with_its_bus(buses: dict[str, str]) -> No
 
 
 @pytest.mark.usefixtures("hurried")
-def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(bus_name: str) -> None:
-    names = [f"{bus_name}.{each}" for each in ("a", "t1", "t2")]
-    for name in names:
-        shmbus.Bus.create(name, "4MiB").close()
-    a, first, second = names
+def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(
+    buses: dict[str, str],
+) -> None:
+    a, second, first = buses.values()
     have_splits(second, "eval")
-    try:
-        with (
-            relay([a], [first, second]),
-            shmbus.Consumer(first) as one,
-            shmbus.Consumer(second) as other,
-            shmbus.Producer(a) as far,
-            shmbus.Producer(second) as near,
-        ):
-            other.request("mine", group_size=1, split="eval", priority=3, prompt=PROMPT)
-            one.request("e", group_size=1, split="eval", prompt=PROMPT)
-            request = next_request(far)
-            assert (request.instance_id, request.split) == ("e", "eval")
-            assert far.requests.answer(request, tokens=PROMPT)
-            assert far.requests.next(timeout=0.5) is None
-            assert near.requests.next(timeout=0).instance_id == "mine"
-            for number in range(20):
-                put_group([a], number, split="eval")
-            take_groups(one, 21, split="eval")
-            assert stats(second).committed == 0
-    finally:
-        for name in names:
-            shmbus.unlink(name)
+    with (
+        relay([a], [first, second]),
+        shmbus.Consumer(first) as one,
+        shmbus.Consumer(second) as other,
+        shmbus.Producer(a) as far,
+        shmbus.Producer(second) as near,
+    ):
+        other.request("mine", group_size=1, split="eval", priority=3, prompt=PROMPT)
+        one.request("e", group_size=1, split="eval", prompt=PROMPT)
+        request = next_request(far)
+        assert (request.instance_id, request.split) == ("e", "eval")
+        assert far.requests.answer(request, tokens=PROMPT)
+        assert far.requests.next(timeout=0.5) is None
+        assert near.requests.next(timeout=0).instance_id == "mine"
+        for number in range(20):
+            put_group([a], number, split="eval")
+        take_groups(one, 21, split="eval")
+        assert stats(second).committed == 0
 
 
 MANY = [f"split{n}" for n in range(_core.MAX_SPLITS - 1)]
