@@ -111,15 +111,14 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
 
 
 @pytest.mark.timeout(60)
-def test_a_child_forked_where_a_lock_is_held_closes(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        consumer = Consumer(bus_name, daemon=False)
-        with held(producer._request_state.lock, consumer._source.lock, consumer._lock):  # type: ignore[union-attr]
-            fork_and_call([
-                lambda: producer.fail("a", 0, "down", timeout=1), consumer.stats,
-                consumer.close, producer.close,
-            ])  # fmt: skip
-        consumer.close()
+def test_a_child_forked_where_a_lock_is_held_closes(bus_name: str, producer: Producer) -> None:
+    consumer = Consumer(bus_name, daemon=False)
+    with held(producer._request_state.lock, consumer._source.lock, consumer._lock):  # type: ignore[union-attr]
+        fork_and_call([
+            lambda: producer.fail("a", 0, "down", timeout=1), consumer.stats,
+            consumer.close, producer.close,
+        ])  # fmt: skip
+    consumer.close()
 
 
 def test_a_handle_that_was_not_attached_yet_attaches_in_the_child(bus_name: str) -> None:

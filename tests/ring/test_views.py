@@ -22,20 +22,19 @@ print("written", flush=True)
 
 @pytest.mark.parametrize("served", [False, True])
 def test_a_write_through_a_view_ends_its_writer_and_changes_nothing(
-    bus_name: str, spawn: Spawner, served: bool
+    bus_name: str, producer: Producer, spawn: Spawner, served: bool
 ) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        daemon = Daemon(spawn, bus_name, ()) if served else None
-        producer.put("a", group_size=1, index=0, x=np.zeros(1000, np.int32))
-        child = spawn.script(WRITE, bus_name)
-        assert child.wait() == -signal.SIGSEGV
-        assert "before 0" in child.output() and "written" not in child.output()
-        if daemon is not None:
-            daemon.stop()
-        with Consumer(bus_name, daemon=False) as consumer:
-            (group,) = consumer.take(timeout=10)
-            assert not group[0]["x"].any()
-            group.ack()
+    daemon = Daemon(spawn, bus_name, ()) if served else None
+    producer.put("a", group_size=1, index=0, x=np.zeros(1000, np.int32))
+    child = spawn.script(WRITE, bus_name)
+    assert child.wait() == -signal.SIGSEGV
+    assert "before 0" in child.output() and "written" not in child.output()
+    if daemon is not None:
+        daemon.stop()
+    with Consumer(bus_name, daemon=False) as consumer:
+        (group,) = consumer.take(timeout=10)
+        assert not group[0]["x"].any()
+        group.ack()
 
 
 def mappings() -> int:
