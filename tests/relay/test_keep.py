@@ -236,11 +236,8 @@ def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
 
 
 def records(buses: dict[str, str], directory: Path) -> int:
-    opened = Keep(str(directory), buses["t"], 1.0, "another life")
-    try:
+    with contextlib.closing(Keep(str(directory), buses["t"], 1.0, "another life")) as opened:
         return len(list(opened.records(())))
-    finally:
-        opened.close()
 
 
 def test_a_file_that_is_cut_anywhere_gives_what_is_whole_of_it(
@@ -504,12 +501,11 @@ def test_a_foreign_file_is_refused_and_kept(buses: dict[str, str], tmp_path: Pat
 
 
 def test_a_second_relay_does_not_write_there(buses: dict[str, str], tmp_path: Path) -> None:
-    first = Keep(str(tmp_path), buses["t"], 1.0)
-    try:
-        with pytest.raises(shmbus.BusBusyError, match="another relay"):
-            Keep(str(tmp_path), buses["t"], 1.0)
-    finally:
-        first.close()
+    with (
+        contextlib.closing(Keep(str(tmp_path), buses["t"], 1.0)),
+        pytest.raises(shmbus.BusBusyError, match="another relay"),
+    ):
+        Keep(str(tmp_path), buses["t"], 1.0)
     Keep(str(tmp_path), buses["t"], 1.0).close()
 
 

@@ -351,9 +351,6 @@ def test_a_larger_pool_keeps_its_mirror(bus_name: str, nodes: list[str], seed: i
     with mirrors(first.bus, nodes):
         bring(first, nodes, 9)
         first.close()
-        second = Trainer(f"{bus_name}.t", 2 * SIZE, seed)
-        try:
+        with contextlib.closing(Trainer(f"{bus_name}.t", 2 * SIZE, seed)) as second:
             bring(second, nodes, 1)
             assert [checked(bus, 2 * SIZE, seed) for bus in nodes] == [1, 1, 1]
-        finally:
-            second.close()

@@ -4,12 +4,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import RUN_PREFIX, Child, Spawner
-from weight_models import bits, fill
+from weight_models import bits, fill, publishing
 
 from shmbus import PeerGoneError
 from shmbus.pool import unlink_pool
@@ -96,18 +95,8 @@ def test_ranks_of_devices_write_into_the_memory_of_rank_0(
 @pytest.fixture
 def rank_of(bus_name: str) -> Iterator[Callable[[int, int], WeightPublisher]]:
     """Make a rank of two in this process; the test leaves no weights behind."""
-    made: list[WeightPublisher] = []
-
-    def make(rank: int, size: int = 30) -> WeightPublisher:
-        model = torch.nn.Linear(size, 40)
-        options: Any = {"rank": rank, "world_size": 2, "timeout": 20}
-        made.append(WeightPublisher(bus_name, ModuleSource(model), carrier="memfd", **options))
-        return made[-1]
-
-    yield make
-    for publisher in made:
-        publisher.close()
-    Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
+    with publishing(bus_name, carrier="memfd", world_size=2, timeout=20) as make:
+        yield lambda rank, size=30: make(torch.nn.Linear(size, 40), rank=rank)
     Path(memory_socket("weights", bus_name)).unlink(missing_ok=True)
 
 
