@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from small_shared import SmallShared
-from test_shared_steps import attached, break_off, model_of
+from test_shared_steps import break_off, model_of, sharing
 from test_trainer_deaths import kill_trainer
 from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, assert_serving, fleet_of, update
 
@@ -109,18 +109,15 @@ async def test_a_shared_step_resumes_no_torn_server(scene: Scene) -> None:
 async def test_a_torn_model_that_cannot_pause_is_served_by_none(bus: Bus, servers: Any) -> None:
     running = [servers(1, SmallShared), servers(1, SmallShared)]
     model = model_of(1)
-
-    with share_model(bus.name, model, version=1) as shared:
-        await attached(bus.name, *running)
-        async with fleet_of(bus.name, *running) as fleet:
-            with pytest.raises(DamagedError, match="stay paused"):
-                await fleet.step(shared, lambda: break_off(model), 2)
-            await running[1].fault("pause", "500")
-            with pytest.raises(EngineError, match="nothing was changed"):
-                await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
-            assert await running[0].paused() and await running[1].paused()
-            assert named(bus.name) == [each.url for each in running]
+    async with sharing(bus.name, model, *running) as (shared, fleet):
+        with pytest.raises(DamagedError, match="stay paused"):
+            await fleet.step(shared, lambda: break_off(model), 2)
+        await running[1].fault("pause", "500")
+        with pytest.raises(EngineError, match="nothing was changed"):
             await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
+        assert await running[0].paused() and await running[1].paused()
+        assert named(bus.name) == [each.url for each in running]
+        await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
         await assert_serving(2.0, *running)
     assert named(bus.name) == []
 
