@@ -194,8 +194,7 @@ with open(sys.argv[1], "r+b") as file:
 def test_a_slot_whose_lock_is_held_in_passing_is_waited_for(bus_name: str, spawn: Spawner) -> None:
     # As by a reader in recovery from a dead producer, without a run for a while.
     with Bus.create(bus_name, "1MiB", max_producers=1):
-        child = spawn.script(HOLD_SLOT, shm_path(bus_name))
-        wait_until(lambda: "held" in child.output())
+        child = spawn.script(HOLD_SLOT, shm_path(bus_name), until="held")
         Producer(bus_name).close()
         child.finish()
 

@@ -20,8 +20,7 @@ def samples(count: int, elements: int = 100) -> list[dict[str, object]]:
 
 @pytest.fixture
 def small(bus_name: str) -> Iterator[tuple[Producer, Consumer]]:
-    bus = Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096)
-    with ends_of(bus) as ends:
+    with ends_of(Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096)) as ends:
         yield ends
 
 

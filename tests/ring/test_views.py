@@ -4,7 +4,7 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner
+from conftest import Daemon, Spawner, take_groups
 
 from shmbus import Bus, Consumer, Producer
 
@@ -62,8 +62,7 @@ def test_more_views_than_a_process_may_have_mappings_outlive_their_consumer(bus_
         with Consumer(bus_name, daemon=False) as successor:
             for i in range(300):
                 producer.put(f"big{i}", group_size=1, index=0, x=np.full(100_000, -1, np.int32))
-                (group,) = successor.take(timeout=10)
-                group.ack()
+                take_groups(successor)[0].ack()
         assert all((view == i).all() for i, view in enumerate(views))
 
 
@@ -107,8 +106,7 @@ def test_a_consumer_without_memory_for_copies_leaves_the_bus_to_the_next_and_kee
         with Consumer(bus_name, daemon=False) as successor:
             for i in range(100):
                 producer.put(f"b{i}", group_size=1, index=0, x=np.full(300_000, -1, np.int32))
-                (group,) = successor.take(timeout=10)
-                group.ack()
+                take_groups(successor)[0].ack()
             open(go, "w").close()
             child.expect("right")
         open(go + "2", "w").close()
