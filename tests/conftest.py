@@ -38,7 +38,7 @@ from fork_server import (
     use_servers,
 )
 
-from shmbus import Bus, Consumer, Feeder, Group, Producer, Request
+from shmbus import Bus, BusFullError, Consumer, Feeder, Group, Producer, Request
 from shmbus.client.daemon_client import DaemonClient
 from shmbus.segment.names import remove_dead_socket
 
@@ -333,6 +333,11 @@ class Spawner:
             child.expect(until)
         return child
 
+    def holder(self, text: str, *args: object) -> Child:
+        """Start `text`, and return once it has run; what it made lasts until it is killed."""
+        end = "import time\nprint('holds', flush=True)\ntime.sleep(600)\n"
+        return self.script(f"{text.rstrip()}\n{end}", *args, until="holds")
+
     def file(self, path: Path, *args: object, env: dict[str, str] | None = None) -> Child:
         return self._start([str(path)], path.read_text(), args, env, fresh=False)
 
@@ -519,6 +524,16 @@ def take_rest(consumer: Consumer) -> list[str]:
         taken += [group.instance_id for group in groups]
         consumer.ack(groups)
     return taken
+
+
+def fill(put: Callable[[int], object]) -> int:
+    """Call `put` with number after number until the bus is full; return the last number."""
+    for number in itertools.count():
+        try:
+            put(number)
+        except BusFullError:
+            return number
+    raise AssertionError
 
 
 def work_until(consumer: Consumer, condition: Callable[[], object]) -> None:

@@ -174,6 +174,7 @@ class Party:
 
     def was_called(self, held: Held, done: Any) -> None:
         """Keep the result of such a call."""
+        held.things += done
 
     def press(self, task: Task, label: str) -> list[str]:
         """Use up the free space; return the groups."""
@@ -352,9 +353,6 @@ class TakerParty(Party):
     def call_for(self, held: Held) -> Callable[[], Any]:
         return lambda: held.handle.take(1, 0.0)
 
-    def was_called(self, held: Held, done: Any) -> None:
-        held.things += done
-
     def audit(self, task: Task, facts: list[dict[str, Any]]) -> None:
         def complete() -> str:
             with shmbus.Producer(task.name) as producer:
@@ -429,9 +427,6 @@ class HandlerParty(TakerParty):
                 return []
 
         return call
-
-    def was_called(self, held: Held, done: Any) -> None:
-        held.things += done
 
 
 class PrefetchParty(HandlerParty):

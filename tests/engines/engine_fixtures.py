@@ -1,6 +1,7 @@
 """What the tests of servers share: servers of their own, and a trainer's publisher."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from small_engine import Running, SmallEngine
@@ -30,6 +31,14 @@ def servers() -> Iterator[StartServer]:
 @pytest.fixture
 def trainer(bus_name: str) -> Iterator[Trainer]:
     trainer = Trainer(bus_name)
+    yield trainer
+    trainer.publisher.close()
+
+
+@pytest.fixture
+def writer(bus_name: str, tmp_path: Path) -> Iterator[Trainer]:
+    """A trainer that writes checkpoints to `tmp_path`."""
+    trainer = Trainer(bus_name, carrier="checkpoint", directory=tmp_path)
     yield trainer
     trainer.publisher.close()
 

@@ -40,10 +40,7 @@ def stale(answers: list[dict[str, float]]) -> int:
 async def test_no_new_request_gets_older_weights_cache(salted: bool, scene: Scene) -> None:
     running = scene.servers(1, CachingVllm)
     answers: list[dict[str, float]] = []
-    async with EngineFleet(
-        [VllmServer(running.url)], bus=scene.bus.name, timeout=TIMEOUT_S
-    ) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(running) as fleet:
         with shmbus.Producer(scene.bus.name) as producer:
             requests = [
                 asyncio.ensure_future(ask(producer, running, salted, answers)) for _ in range(4)

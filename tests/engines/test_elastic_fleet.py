@@ -7,28 +7,18 @@ from typing import Any
 
 import pytest
 from conftest import wait_until
-from trainers import TIMEOUT_S, Scene, Trainer
-from trainers import fleet_of as engine_fleet_of
+from trainers import Scene, Trainer, fleet_of, token
 
 from shmbus import Bus, Feeder, Producer, VersionUnknownError
-from shmbus.engines import EngineError, EngineFleet, VllmServer
+from shmbus.engines import EngineError, VllmServer
 from shmbus.engines.pause_note import paused_by
 
 pytest_plugins = ["engine_fixtures"]
 
 
-async def token(running: Any) -> float:
-    return float((await running.complete(1))["tokens"][0])
-
-
-def fleet_of(bus: Bus, *running: Any, **options: Any) -> EngineFleet:
-    servers = [VllmServer(each.url) for each in running]
-    return EngineFleet(servers, bus=bus.name, timeout=TIMEOUT_S, **options)
-
-
 async def test_a_server_joins_at_the_newest(bus: Bus, trainer: Trainer, servers: Any) -> None:
     first, second = servers(1), servers(2)
-    async with fleet_of(bus, first) as fleet:
+    async with fleet_of(bus.name, first) as fleet:
         assert await fleet.add(VllmServer(second.url)) is None, "nothing was published"
         await fleet.remove(second.url)
         await fleet.update(trainer, 1)
@@ -45,8 +35,7 @@ async def test_a_server_joins_at_the_newest(bus: Bus, trainer: Trainer, servers:
 
 async def test_a_server_that_joins_during_an_update_waits_for_its_end(scene: Scene) -> None:
     first, second = scene.servers(1), scene.servers(1)
-    async with fleet_of(scene.bus, first) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(first) as fleet:
         await first.fault("update", "slow")
         updating = asyncio.ensure_future(fleet.update(scene.trainer, 2))
         await asyncio.sleep(0.2)
@@ -57,7 +46,7 @@ async def test_a_server_that_joins_during_an_update_waits_for_its_end(scene: Sce
 
 async def test_a_server_without_weights_is_out(bus: Bus, trainer: Trainer, servers: Any) -> None:
     first, second = servers(1), servers(1)
-    async with fleet_of(bus, first) as fleet:
+    async with fleet_of(bus.name, first) as fleet:
         await fleet.update(trainer, 1)
         await second.fault("init", "500")
         with pytest.raises(EngineError):
@@ -70,7 +59,7 @@ async def test_a_server_without_weights_is_out(bus: Bus, trainer: Trainer, serve
 
 async def test_a_restarted_server_catches_up_and_no_other_is_paused(scene: Scene) -> None:
     first, second = scene.servers(1), scene.servers(1)
-    async with fleet_of(scene.bus, first, second) as fleet:
+    async with scene.fleet(first, second) as fleet:
         assert await fleet.catch_up() is None
         await fleet.update(scene.trainer, 1)
         assert await fleet.catch_up() is None
@@ -106,7 +95,7 @@ async def test_a_restarted_server_has_no_version_until_it_catches_up(
                 wait_until, lambda: versions_of(producer, first, second) == [*versions]
             )
 
-        async with engine_fleet_of(scene.bus.name, first, second) as fleet:
+        async with scene.fleet(first, second) as fleet:
             await fleet.update(scene.trainer, 7)
             await known(7, 7, 7)
             second.kill()
@@ -131,7 +120,7 @@ async def test_a_restarted_server_has_no_version_until_it_catches_up(
 async def test_a_refused_connection_is_one_error(bus: Bus, trainer: Trainer, servers: Any) -> None:
     gone = servers(1)
     gone.kill()
-    async with fleet_of(bus, gone) as fleet:
+    async with fleet_of(bus.name, gone) as fleet:
         with pytest.raises(EngineError) as caught:
             await fleet.update(trainer, 1)
     told = "".join(traceback.format_exception(caught.value))
@@ -141,7 +130,7 @@ async def test_a_refused_connection_is_one_error(bus: Bus, trainer: Trainer, ser
 
 async def test_a_server_leaves_the_last_stays(bus: Bus, trainer: Trainer, servers: Any) -> None:
     first, second = servers(1), servers(1)
-    async with fleet_of(bus, first, second, quorum=1) as fleet:
+    async with fleet_of(bus.name, first, second, quorum=1) as fleet:
         await fleet.update(trainer, 1)
         await fleet.remove(fleet.servers[1])
         await fleet.update(trainer, 2)

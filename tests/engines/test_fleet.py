@@ -5,7 +5,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, assert_serving, update
+from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, assert_serving, fleet_of, update
 
 from shmbus import Bus
 from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
@@ -114,9 +114,8 @@ async def test_a_hang_costs_its_deadline(bus: Bus, trainer: Trainer, servers: An
     running = [servers(1)]
     await update(bus.name, trainer, 1, *running)
     await running[0].fault("update", "hang")
-    async with EngineFleet([VllmServer(running[0].url)], bus=bus.name, timeout=SHORT_S) as fleet:
-        with pytest.raises(UpdateRolledBackError):
-            await fleet.update(trainer, 2)
+    with pytest.raises(UpdateRolledBackError):
+        await update(bus.name, trainer, 2, *running, timeout=SHORT_S)
     assert await running[0].tokens(1) == [1.0]
 
 
@@ -196,9 +195,7 @@ async def test_two_trainers_do_not_update_at_once(bus: Bus, trainer: Trainer, se
 
 
 def test_an_update_needs_no_event_loop(bus: Bus, trainer: Trainer, servers: Any) -> None:
-    report = EngineFleet([VllmServer(servers(1).url)], bus=bus.name, timeout=TIMEOUT_S).update_sync(
-        trainer, 3
-    )
+    report = fleet_of(bus.name, servers(1)).update_sync(trainer, 3)
     assert report.servers[0].version == 3
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import wait_until
 from relay.local import LocalRelay
 from relay.mirrors import mirrors
-from trainers import TIMEOUT_S, Scene, Trainer
+from trainers import TIMEOUT_S, Scene, Trainer, token
 
 from shmbus import Bus
 from shmbus.engines import EngineError, EngineFleet, UpdateRolledBackError, VllmServer
@@ -36,10 +36,6 @@ def relay(bus: Bus, trainer: Trainer, nodes: list[str]) -> Iterator[LocalRelay]:
 def fleet_of(bus: Bus, here: Any, there: Any, node: str, **options: Any) -> EngineFleet:
     servers = [VllmServer(here.url), VllmServer(there.url, bus=node)]
     return EngineFleet(servers, bus=bus.name, **{"timeout": TIMEOUT_S, **options})
-
-
-async def token(running: Any) -> float:
-    return float((await running.complete(1))["tokens"][0])
 
 
 async def settled(bus: Bus, running: Any, version: int) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from small_shared import SmallShared
-from test_shared_steps import attached, model_of
+from test_shared_steps import break_off, model_of, sharing
 from test_trainer_deaths import kill_trainer
 from trainers import SHORT_S, TIMEOUT_S, Scene, Trainer, assert_serving, fleet_of, update
 
 from shmbus import Bus, DamagedError, LayoutMismatchError
-from shmbus.engines import EngineError, EngineFleet, VllmServer
+from shmbus.engines import EngineError
 from shmbus.engines.pause_note import PauseNote, PauseNotice, paused_by
 from shmbus.engines.resume import resume
 from shmbus.segment.fleet_note import note_path
@@ -45,13 +45,7 @@ async def test_a_torn_server_stays_paused_in_a_vain_update(quorum: int, scene: S
 
 async def test_a_silent_server_stays_named_over_other_updates(scene: Scene) -> None:
     running = [scene.servers(1), scene.servers(1)]
-    async with EngineFleet(
-        [VllmServer(each.url) for each in running],
-        bus=scene.bus.name,
-        quorum=1,
-        timeout=SHORT_S / 2,
-    ) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running, quorum=1, timeout=SHORT_S / 2) as fleet:
         await running[1].fault("update", "stop")
         for version in (2, 3):
             report = await fleet.update(scene.trainer, version)
@@ -115,22 +109,15 @@ async def test_a_shared_step_resumes_no_torn_server(scene: Scene) -> None:
 async def test_a_torn_model_that_cannot_pause_is_served_by_none(bus: Bus, servers: Any) -> None:
     running = [servers(1, SmallShared), servers(1, SmallShared)]
     model = model_of(1)
-
-    def broken() -> None:
-        model.value[:500] = 2
-        raise RuntimeError("the optimizer failed")
-
-    with share_model(bus.name, model, version=1) as shared:
-        await attached(bus.name, *running)
-        async with fleet_of(bus.name, *running) as fleet:
-            with pytest.raises(DamagedError, match="stay paused"):
-                await fleet.step(shared, broken, 2)
-            await running[1].fault("pause", "500")
-            with pytest.raises(EngineError, match="nothing was changed"):
-                await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
-            assert await running[0].paused() and await running[1].paused()
-            assert named(bus.name) == [each.url for each in running]
+    async with sharing(bus.name, model, *running) as (shared, fleet):
+        with pytest.raises(DamagedError, match="stay paused"):
+            await fleet.step(shared, lambda: break_off(model), 2)
+        await running[1].fault("pause", "500")
+        with pytest.raises(EngineError, match="nothing was changed"):
             await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
+        assert await running[0].paused() and await running[1].paused()
+        assert named(bus.name) == [each.url for each in running]
+        await fleet.step(shared, lambda: model.value.fill_(2), 2, heal=True)
         await assert_serving(2.0, *running)
     assert named(bus.name) == []
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,9 @@ START_S = 60.0
 
 
 @pytest.fixture
-def trainer(bus: Bus, tmp_path: Path) -> Iterator[Trainer]:
-    made = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
-    made.publish(1)
-    yield made
-    made.publisher.close()
+def trainer(writer: Trainer) -> Trainer:
+    writer.publish(1)
+    return writer
 
 
 def server_of(checkpoint: Path) -> ManagedServer:

@@ -14,17 +14,12 @@ from small_engine import Running
 from trainers import KINDS, TIMEOUT_S, Trainer, fleet_of
 
 from shmbus import Bus
-from shmbus.engines import EngineError, EngineFleet, UpdateReport, UpdateRolledBackError, VllmServer
+from shmbus.engines import EngineError, EngineFleet, UpdateReport, UpdateRolledBackError
 from shmbus.engines.pause_note import paused_by
 from shmbus.engines.resume import resume
 from shmbus.weights import WeightsError
 
 pytest_plugins = ["engine_fixtures"]
-
-
-@pytest.fixture
-def writer(bus_name: str, tmp_path: Path) -> Trainer:
-    return Trainer(bus_name, carrier="checkpoint", directory=tmp_path)
 
 
 async def reload(bus: str, directory: Path, *running: Running, **options: Any) -> UpdateReport:
@@ -98,8 +93,7 @@ async def test_a_timeout_is_any_number_of_seconds(
 ) -> None:
     running = servers(1)
     writer.publish(1)
-    async with EngineFleet([VllmServer(running.url)], bus=bus.name, timeout=seconds) as fleet:
-        await fleet.reload(tmp_path)
+    await reload(bus.name, tmp_path, running, timeout=seconds)
     assert await running.tokens(3) == [1.0] * 3
 
 

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import socket
 import struct
-import threading
 from typing import Any
 
 import aiohttp
 import pytest
+from conftest import together
 from raw_server import RawServer
 from small_vllm import SLOW_S
 from trainers import TIMEOUT_S, Scene, Trainer, fleet_of
@@ -196,11 +196,7 @@ async def test_threads_take_turns_at_one_fleet(bus: Bus, trainer: Trainer) -> No
         def update(version: int) -> None:
             done.append(fleet.update_sync(InAnyOrder(), version).version)
 
-        threads = [threading.Thread(target=update, args=(n,), daemon=True) for n in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            await asyncio.to_thread(each.join, WAITED_S)
+        await asyncio.to_thread(together, update, range(4))
         assert sorted(done) == [0, 1, 2, 3]
 
 
@@ -221,10 +217,7 @@ LATE_STEPS = ("start", "update", "finish")
 @pytest.mark.parametrize("step", LATE_STEPS)
 async def test_an_abandoned_step_ends_before_the_way_back(step: str, scene: Scene) -> None:
     running = scene.servers(2)
-    async with EngineFleet(
-        [VllmServer(running.url)], bus=scene.bus.name, timeout=PATIENCE_S
-    ) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(running, timeout=PATIENCE_S) as fleet:
         await running.fault(step, "slow")
         with pytest.raises(UpdateRolledBackError, match="runs version 1 again"):
             await fleet.update(scene.trainer, 2)

@@ -25,8 +25,7 @@ STEPS = [
 @pytest.mark.parametrize(("kind", "step"), STEPS)
 async def test_a_killed_server_is_gone_alone(kind: str, step: str, scene: Scene) -> None:
     running = [scene.servers(1, kind), scene.servers(2, kind)]
-    async with scene.fleet(*running, quorum=1, timeout=SHORT_S) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running, quorum=1, timeout=SHORT_S) as fleet:
         await running[1].fault(step, "die")
         report = await fleet.update(scene.trainer, 2)
         assert report.servers[0].version == 2 and report.servers[0].state == "serving"
@@ -43,8 +42,7 @@ async def test_a_killed_server_is_gone_alone(kind: str, step: str, scene: Scene)
 @pytest.mark.parametrize(("kind", "step"), [("vllm", "update"), ("sglang", "update")])
 async def test_a_stopped_server_costs_its_deadline(kind: str, step: str, scene: Scene) -> None:
     running = [scene.servers(1, kind), scene.servers(1, kind)]
-    async with scene.fleet(*running, quorum=1, timeout=SHORT_S) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running, quorum=1, timeout=SHORT_S) as fleet:
         await running[1].fault(step, "stop")
         report = await fleet.update(scene.trainer, 2)
         assert report.servers[0].version == 2
@@ -125,8 +123,7 @@ async def test_it_is_paused_again_before_what_ran_before_is_loaded(kind: str, sc
 @pytest.mark.parametrize("others", [0, 1])
 async def test_what_has_gone_is_not_said_to_run_anything(others: int, scene: Scene) -> None:
     running = [scene.servers(1) for _ in range(1 + others)]
-    async with scene.fleet(*running, timeout=SHORT_S) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running, timeout=SHORT_S) as fleet:
         await running[0].fault("update", "die")
         left = "every server that is left runs version 1 again" if others else "no server is left"
         with pytest.raises(UpdateRolledBackError, match=f"2 were not taken, and {left}: ") as said:

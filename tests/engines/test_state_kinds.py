@@ -41,15 +41,15 @@ async def test_images_are_encoded_anew(kind: Any, mode: str, clear: bool, scene:
             assert said == {"encoded": version, "runs": version}
 
 
-async def test_a_reload_has_images_encoded_anew(bus: Bus, servers: Any, tmp_path: Path) -> None:
+async def test_a_reload_has_images_encoded_anew(
+    bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
+) -> None:
     running = servers(1)
-    trainer = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
     async with fleet_of(bus.name, running) as fleet:
         for version in (1, 2):
-            trainer.publish(version)
+            writer.publish(version)
             await fleet.reload(tmp_path)
             assert (await running.post("/encode", {"image": "a"}))["encoded"] == version
-    trainer.publisher.close()
 
 
 @pytest.mark.parametrize(
@@ -60,17 +60,15 @@ async def test_a_reload_has_images_encoded_anew(bus: Bus, servers: Any, tmp_path
     ],
 )  # fmt: skip
 async def test_a_reload_that_keeps_state_is_refused(
-    kind: Any, named: str, bus: Bus, servers: Any, tmp_path: Path
+    kind: Any, named: str, bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
 ) -> None:
     running = servers(1, kind)
-    trainer = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
-    trainer.publish(1)
+    writer.publish(1)
     async with fleet_of(bus.name, running) as fleet:
         with pytest.raises(EngineError) as caught:
             await fleet.reload(tmp_path)
     assert named in caught.value.body and not caught.value.gone
     assert await running.calls() == [] and bus.policy_version == 0
-    trainer.publisher.close()
 
 
 async def test_kept_encoder_outputs_keep_weights(bus: Bus, trainer: Trainer, servers: Any) -> None:

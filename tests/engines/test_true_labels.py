@@ -136,10 +136,9 @@ async def test_the_check_finds_an_engine_without_salts(
 
 
 async def test_a_restarted_server_without_rows_is_unknown(
-    bus: Bus, servers: Any, tmp_path: Path
+    bus: Bus, writer: Trainer, servers: Any, tmp_path: Path
 ) -> None:
     running = servers(1)
-    writer = Trainer(bus.name, carrier="checkpoint", directory=tmp_path)
     writer.publish(3)
     async with fleet_of(bus.name, running) as fleet:
         assert (await fleet.reload(tmp_path)).servers[0].version == 3
@@ -150,7 +149,6 @@ async def test_a_restarted_server_without_rows_is_unknown(
                 assert caught.value.servers == [running.url]
                 running.start_anew()  # its base checkpoint again, and nobody is told
         assert await running.tokens(1) == [0.0]
-    writer.publisher.close()
 
 
 async def storm(

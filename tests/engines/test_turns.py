@@ -87,8 +87,7 @@ async def test_weights_wake_before_the_cache(
     kind: str, level: int, mode: Any, scene: Scene
 ) -> None:
     running = [scene.servers(1, ENGINES[kind]), scene.servers(2, ENGINES[kind])]
-    async with scene.fleet(*running, mode=mode) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running, mode=mode) as fleet:
         kept = await in_flight(running[0], 200)
         report = await fleet.sleep(level)
         assert [(each.state, each.paused_s) for each in report.servers] == [("asleep", 0.0)] * 2
@@ -139,8 +138,7 @@ async def test_a_killed_server_wakes_whole_after_its_restart(
 ) -> None:
     step = {"prepare": "init"}.get(step, step)
     running = [scene.servers(1, ENGINES[kind]), scene.servers(1, ENGINES[kind])]
-    async with scene.fleet(*running, timeout=SHORT_S) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running, timeout=SHORT_S) as fleet:
         await running[1].fault(step, "die")
         deaths = 0
         for call in (lambda: fleet.sleep(2), lambda: fleet.wake(scene.trainer, 2)):
@@ -158,8 +156,7 @@ async def test_a_killed_server_wakes_whole_after_its_restart(
 @pytest.mark.parametrize("kind", ENGINES)
 async def test_a_server_started_anew_while_asleep_is_awake(kind: str, scene: Scene) -> None:
     running = [scene.servers(1, ENGINES[kind]), scene.servers(1, ENGINES[kind])]
-    async with scene.fleet(*running) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running) as fleet:
         await fleet.sleep()
         running[0].start_anew()
         await fleet.sleep()
@@ -173,8 +170,7 @@ async def test_the_same_version_loads_only_where_weights_were_discarded(
     kind: str, level: int, scene: Scene
 ) -> None:
     running = scene.servers(2, ENGINES[kind] if level == 1 else kind)
-    async with scene.fleet(running) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(running) as fleet:
         await fleet.sleep(level)
         await running.fault("update", "500")
         if level == 2:  # rows name version 1 still, without weights
@@ -190,8 +186,7 @@ async def test_the_same_version_loads_only_where_weights_were_discarded(
 @pytest.mark.parametrize("kind", ENGINES)
 async def test_sleeping_twice_is_once(kind: str, scene: Scene) -> None:
     running = scene.servers(1, ENGINES[kind])
-    async with scene.fleet(running) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(running) as fleet:
         await fleet.sleep(1)
         before = await moves(running)
         assert (await fleet.sleep(1)).servers[0].state == "asleep"
@@ -215,8 +210,7 @@ async def test_a_server_that_would_lose_state_is_refused(
     make: Callable[[int], SmallEngine], level: int, scene: Scene
 ) -> None:
     good, running = scene.servers(1), scene.servers(1, make)
-    async with scene.fleet(good, running) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(good, running) as fleet:
         with pytest.raises(EngineError) as caught:
             await fleet.sleep(level)
         assert caught.value.server == running.url and "nothing was touched" in caught.value.advice
@@ -245,8 +239,7 @@ async def test_a_torn_server_sleeps_and_never_serves_before_whole_weights(scene:
 
 async def test_a_refused_sleep_leaves_the_awake_servers_usable(scene: Scene) -> None:
     running = [scene.servers(1), scene.servers(1)]
-    async with scene.fleet(*running, mode="wait") as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running, mode="wait") as fleet:
         await running[1].fault("sleep", "500")
         with pytest.raises(EngineError) as caught:
             await fleet.sleep()
@@ -263,8 +256,7 @@ async def test_a_refused_sleep_leaves_the_awake_servers_usable(scene: Scene) -> 
 ])  # fmt: skip
 async def test_memory_that_the_trainer_holds_is_named(kind: str, step: str, scene: Scene) -> None:
     running = [scene.servers(1, kind), scene.servers(1, kind)]
-    async with scene.fleet(*running) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running) as fleet:
         await fleet.sleep()
         await running[1].fault(step, "500")
         with pytest.raises(EngineError) as caught:
@@ -277,8 +269,7 @@ async def test_memory_that_the_trainer_holds_is_named(kind: str, step: str, scen
 
 async def test_requests_that_outlast_the_deadline_keep_all_servers_awake(scene: Scene) -> None:
     running = [scene.servers(1), scene.servers(1)]
-    async with scene.fleet(*running, mode="wait", timeout=SHORT_S / 2) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(*running, mode="wait", timeout=SHORT_S / 2) as fleet:
         long = await in_flight(running[1], 1000)
         with pytest.raises(EngineError) as caught:
             await fleet.sleep()
@@ -338,8 +329,7 @@ def test_turns_without_an_event_loop(bus: Bus, trainer: Trainer, servers: Any) -
 @pytest.mark.parametrize("level", [1, 2])
 async def test_a_sleeper_is_seen_by_labels_and_status(level: int, scene: Scene) -> None:
     running = scene.servers(1)
-    async with scene.fleet(running) as fleet:
-        await fleet.update(scene.trainer, 1)
+    async with scene.fleet_at_1(running) as fleet:
         with shmbus.Producer(scene.bus.name) as producer, shmbus.Consumer(scene.bus.name):
             assert producer.version_of(running.url) == 1
             await fleet.sleep(level)

@@ -1,8 +1,9 @@
 """Trainers: in this process, and in a process that ends in the middle of an update."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,10 @@ def fleet_of(bus: str, *running: Any, **options: Any) -> EngineFleet:
     return EngineFleet(servers, bus=bus, **{"timeout": TIMEOUT_S, **options})
 
 
+async def token(running: Any) -> float:
+    return float((await running.complete(1))["tokens"][0])
+
+
 async def assert_serving(version: float, *running: Any) -> None:
     """Require servers that are not paused and have whole weights of a version."""
     for each in running:
@@ -56,6 +61,13 @@ class Scene(NamedTuple):
 
     def fleet(self, *running: Any, **options: Any) -> EngineFleet:
         return fleet_of(self.bus.name, *running, **options)
+
+    @contextlib.asynccontextmanager
+    async def fleet_at_1(self, *running: Any, **options: Any) -> AsyncIterator[EngineFleet]:
+        """A fleet of servers, brought to version 1."""
+        async with self.fleet(*running, **options) as fleet:
+            await fleet.update(self.trainer, 1)
+            yield fleet
 
     async def update(self, version: int, *running: Any, **options: Any) -> UpdateReport:
         return await update(self.bus.name, self.trainer, version, *running, **options)

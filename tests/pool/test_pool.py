@@ -4,11 +4,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Spawner
+from conftest import DEFAULT_DEADLINE_S, Spawner
 from refusals import INT, let_through, of_value
 
 from shmbus import BusBusyError, CapacityError, DamagedError, WaitTimeoutError, errors
@@ -27,15 +28,15 @@ from shmbus_ext import _core
 
 SIZE = 1 << 20
 KIND = "weights"
+FORK = get_context("fork")
 MakePublisher = Callable[..., PoolPublisher]
 
 READER = """
-import sys, time
+import sys
 from shmbus.pool import PoolReader
 reader = PoolReader(sys.argv[1], "weights", label="replica-3")
 lease = reader.latest(timeout=20)
-print("leased", lease.version, flush=True)
-time.sleep(600)
+assert lease.version == 1
 """
 
 
@@ -77,13 +78,10 @@ def test_leases_of_one_reader_end_one_by_one(bus_name: str, publishers: MakePubl
 
 
 def test_a_timeout_says_that_the_publisher_died(bus_name: str, spawn: Spawner) -> None:
-    child = spawn.script(
-        "import sys, time\n"
-        "from shmbus.pool import PoolPublisher, PoolSpec\n"
-        'p = PoolPublisher(sys.argv[1], "weights", spec=PoolSpec(slot_bytes=4096))\n'
-        'print("ready", flush=True); time.sleep(600)',
+    child = spawn.holder(
+        "import sys\nfrom shmbus.pool import PoolPublisher, PoolSpec\n"
+        'p = PoolPublisher(sys.argv[1], "weights", spec=PoolSpec(slot_bytes=4096))',
         bus_name,
-        until="ready",
     )
     with PoolReader(bus_name, KIND) as reader:
         child.kill()
@@ -103,7 +101,7 @@ def test_a_slow_reader_is_met_by_the_chosen_policy(
 ) -> None:
     publisher = publishers(max_slots=3, when_held=policy, timeout=0.2)
     publish(publisher, 1)
-    child = spawn.script(READER, bus_name, until="leased 1")
+    child = spawn.holder(READER, bus_name)
     publish(publisher, 2)
     if policy == "wait":
         with pytest.raises(WaitTimeoutError, match=rf"replica-3 \(pid {child.pid}\)"):
@@ -201,26 +199,23 @@ def test_a_pool_that_does_not_fit_says_what_it_needs(bus_name: str) -> None:
 
 
 @pytest.mark.parametrize("version", [7, 8], ids=["an older one", "the same"])
-def test_a_reloading_reader_runs_no_whole_version(version: int, bus_name: str) -> None:
-    with (
-        PoolPublisher(bus_name, "weights", spec=PoolSpec(slot_bytes=64, slots=2)) as publisher,
-        PoolReader(bus_name, "weights", label="a") as reader,
-    ):
+def test_a_reloading_reader_runs_no_whole_version(
+    version: int, bus_name: str, publishers: MakePublisher
+) -> None:
+    publisher = publishers()
+    with PoolReader(bus_name, KIND, label="a") as reader:
         for number in (7, 8):
-            write = publisher.begin(number, 64)
-            assert write is not None
-            with write:
-                pass
+            publish(publisher, number)
         with reader.latest(timeout=5) as newest, reader.at(version) as again:
             reader.applied(newest)
             reader.loading(again, 4)
-            (row,) = read_pool(bus_name, "weights").readers
+            (row,) = read_pool(bus_name, KIND).readers
             assert (row.applied_version, row.refused_version, row.error_code) == (None, version, 4)
             reader.refused(again, 3, "half of it")
-            (row,) = read_pool(bus_name, "weights").readers
+            (row,) = read_pool(bus_name, KIND).readers
             assert (row.applied_version, row.error) == (None, "half of it")
             reader.applied(again)
-            (row,) = read_pool(bus_name, "weights").readers
+            (row,) = read_pool(bus_name, KIND).readers
             assert (row.applied_version, row.error_code) == (version, 0)
 
 
@@ -286,34 +281,28 @@ def test_a_forked_child_keeps_nothing(bus_name: str, publishers: MakePublisher) 
     publish(publisher, 1)
     reader = PoolReader(bus_name, KIND)
     lease = reader.latest(timeout=5)
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
+    ours, theirs = FORK.Pipe()
+
+    def use_inherited() -> None:
+        with pytest.raises(errors.BusClosedError, match="before a fork"):
             reader.latest(timeout=0)
-        except errors.BusClosedError as error:
-            os.write(write_end, str(error).encode())
-        try:
+        with pytest.raises(BufferError, match="not mapped"):
             memoryview(lease.buffer)
-        except BufferError as error:
-            os.write(write_end, str(error).encode())
+        theirs.send("refused")
         time.sleep(20)
-        os._exit(0)
+
+    child = FORK.Process(target=use_inherited)
+    child.start()
     try:
-        said = b""
-        while b"not mapped" not in said:
-            said += os.read(read_end, 4096)
-        assert b"before a fork" in said
+        assert ours.poll(DEFAULT_DEADLINE_S) and ours.recv() == "refused"
         lease.close()
         reader.close()
         publish(publisher, 2)
         publish(publisher, 3)  # the child lives, and keeps no lock of the lease
         assert read_pool(bus_name, KIND).readers == []
     finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-        os.close(read_end)
-        os.close(write_end)
+        child.kill()
+        child.join()
 
 
 def test_copies_are_exact_at_any_place_and_length() -> None:

@@ -112,8 +112,8 @@ def test_a_missing_rank_is_named(bus_name: str, publisher_of: PoolPublisher) -> 
 
 def test_a_rank_writes_only_for_a_waiting_publisher(bus_name: str, spawn: Spawner) -> None:
     with PoolPublisher(bus_name, KIND, spec=PoolSpec(slot_bytes=SIZE), timeout=20) as alone:
-        child = spawn.script(RANK.replace("timeout=20", "timeout=0.2"), bus_name, 1, 2, "go")
-        child.expect("ready")
+        hasty = RANK.replace("timeout=20", "timeout=0.2")
+        child = spawn.script(hasty, bus_name, 1, 2, "go", until="ready")
         write = alone.begin(1, SIZE, meta=b"same")
         assert write is not None
         wait_until(lambda: "WaitTimeoutError" in child.output())

@@ -10,6 +10,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -141,8 +142,7 @@ def only_the_collector_holds(name: str) -> bool:
 
 
 def assert_nothing_is_held(name: str, daemon: int) -> None:
-    segment = lifecycle.open_segment(name)
-    try:
+    with closing(lifecycle.open_segment(name)) as segment:
         wait_until(
             lambda: not any(segment.locks_held(kind) for kind in range(1 + _core.MAX_CLIENTS)),
             what="the locks of clients to be gone",
@@ -154,8 +154,6 @@ def assert_nothing_is_held(name: str, daemon: int) -> None:
         wait_until(lambda: only_the_collector_holds(name), what="the producers' runs to be free")
         # Its spare run, and the target of moves after a shortage of room.
         assert segment.extent_count - segment.free_extents() <= 2
-    finally:
-        segment.close()
     assert not list(Path("/dev/shm").glob(f"shmbus-new-{daemon}-*"))
 
 

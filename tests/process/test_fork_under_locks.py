@@ -2,12 +2,13 @@
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S, Daemon
+from conftest import DEFAULT_DEADLINE_S, Daemon, beside
 from supervisor import forked
 
 import shmbus
@@ -26,6 +27,26 @@ def answers(call: Callable[[], Any]) -> None:
 def fork_and_call(calls: list[Callable[[], Any]]) -> None:
     """Have a forked child make every call, and require its end."""
     assert forked(lambda: [answers(call) for call in calls]) == 0
+
+
+@contextmanager
+def held(*locks: Any) -> Iterator[None]:
+    """Let another thread hold the locks during the block."""
+    has_them, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            has_them.set()
+            over.wait()
+
+    with beside(hold):
+        has_them.wait()
+        try:
+            yield
+        finally:
+            over.set()
 
 
 @pytest.mark.timeout(180)
@@ -90,28 +111,14 @@ def test_no_call_in_a_child_hangs_whatever_its_parents_threads_hold(
 
 
 @pytest.mark.timeout(60)
-def test_a_child_forked_where_a_lock_is_held_closes(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        consumer = Consumer(bus_name, daemon=False)
-        held, over = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with producer._request_state.lock, consumer._source.lock, consumer._lock:  # type: ignore[union-attr]
-                held.set()
-                over.wait()
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
-        try:
-            fork_and_call([
-                lambda: producer.fail("a", 0, "down", timeout=1), consumer.stats,
-                consumer.close, producer.close,
-            ])  # fmt: skip
-        finally:
-            over.set()
-            thread.join()
-            consumer.close()
+def test_a_child_forked_where_a_lock_is_held_closes(bus_name: str, producer: Producer) -> None:
+    consumer = Consumer(bus_name, daemon=False)
+    with held(producer._request_state.lock, consumer._source.lock, consumer._lock):  # type: ignore[union-attr]
+        fork_and_call([
+            lambda: producer.fail("a", 0, "down", timeout=1), consumer.stats,
+            consumer.close, producer.close,
+        ])  # fmt: skip
+    consumer.close()
 
 
 def test_a_handle_that_was_not_attached_yet_attaches_in_the_child(bus_name: str) -> None:
@@ -119,23 +126,10 @@ def test_a_handle_that_was_not_attached_yet_attaches_in_the_child(bus_name: str)
         producer.put("a", group_size=1, index=0, x=np.arange(8))
         with Consumer(bus_name, daemon=False) as consumer:
             copy = pickle.loads(pickle.dumps(consumer))
-        held, over = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with copy._lock:
-                held.set()
-                over.wait()
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait()
 
         def look() -> None:
             assert len(copy.take(timeout=DEFAULT_DEADLINE_S)) == 1
             copy.close()
 
-        try:
+        with held(copy._lock):
             fork_and_call([look])
-        finally:
-            over.set()
-            thread.join()

@@ -68,16 +68,32 @@ def ask(
             return error.code, json.loads(error.read())
 
 
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+CALL = {"model": "m", "messages": [user("hello")]}
+
+
+def call(
+    session: shmbus.Session, body: Any = CALL, path: str = "chat/completions"
+) -> tuple[int, dict[str, Any]]:
+    return ask(f"{session.base_url}/{path}", body, session.api_key)
+
+
+def posted(session: shmbus.Session, body: Any, path: str = "chat/completions") -> Any:
+    """Send a call, and return its answer as it comes."""
+    data, key = json.dumps(body).encode(), {"Authorization": f"Bearer {session.api_key}"}
+    return urllib.request.urlopen(
+        urllib.request.Request(f"{session.base_url}/{path}", data, key), timeout=60
+    )
+
+
 def chat(session: shmbus.Session, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
-    body = {"model": "m", "messages": messages, **options}
-    status, answer = ask(f"{session.base_url}/chat/completions", body, session.api_key)
+    status, answer = call(session, {"model": "m", "messages": messages, **options})
     assert status == 200, answer
     found: dict[str, Any] = answer["choices"][0]["message"]
     return found
-
-
-def user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def refused(status_and_body: tuple[int, dict[str, Any]]) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from conftest import wait_until
-from recorders import Scene, ask, refused, sent, user
+from recorders import CALL, Scene, ask, call, refused, sent
 from stub_engine import StubEngine
 
 import shmbus
@@ -16,7 +16,6 @@ from shmbus.recorder.recorder import Recorder
 
 pytest_plugins = ["recorder_fixtures"]
 
-CALL = {"model": "m", "messages": [user("hello")]}
 JSON = json.dumps(CALL).encode()
 KIB = 1 << 10
 
@@ -76,8 +75,9 @@ def answer_of(raw: socket.socket) -> tuple[int, bytes]:
 @pytest.mark.parametrize("name", FORMS)
 def test_a_call_is_kept_or_refused(name: str, session: shmbus.Session, recorder: Recorder) -> None:
     status, form = FORMS[name]
-    url = f"{session.base_url}/chat/completions"
-    with sent(url, form.body, session.api_key, *form.headers) as raw:
+    with sent(
+        f"{session.base_url}/chat/completions", form.body, session.api_key, *form.headers
+    ) as raw:
         found, body = answer_of(raw)
     answer = json.loads(body)
     if status == 200:
@@ -85,7 +85,7 @@ def test_a_call_is_kept_or_refused(name: str, session: shmbus.Session, recorder:
     else:
         assert refused((found, answer)) == (status, form.code)
     wait_until(lambda: recorder.body_bytes == 0)
-    assert ask(url, CALL, session.api_key)[0] == 200
+    assert call(session)[0] == 200
     session.release()
 
 
@@ -162,7 +162,7 @@ def test_what_is_announced_and_not_sent_takes_no_room(scene: Scene) -> None:
     path = {"/sessions": None, "/v1/chat/completions": session.api_key}
     held = [sent(recorder.url + at, b"{", path[at], length) for at in path for _ in range(20)]
     wait_until(lambda: 0 < recorder.body_bytes < 1 << 12)
-    assert ask(f"{session.base_url}/chat/completions", CALL, session.api_key)[0] == 200
+    assert call(session)[0] == 200
     for raw in held:
         raw.close()
     wait_until(lambda: recorder.body_bytes == 0)
@@ -172,16 +172,16 @@ def test_what_is_announced_and_not_sent_takes_no_room(scene: Scene) -> None:
 def test_conversations_of_responses_count_once_and_end_with_the_session(scene: Scene) -> None:
     recorder = scene.start_recorder(scene.engine)
     session = scene.open()
-    url, last = f"{session.base_url}/responses", None
+    last = None
     for _ in range(3):
         body = {"model": "m", "input": "x" * 100_000, "previous_response_id": last}
-        status, answer = ask(url, body, session.api_key)
+        status, answer = call(session, body, "responses")
         assert status == 200
         last = answer["id"]
     (open_session,) = recorder.sessions
     assert 300_000 < open_session.history_bytes < 310_000
     for _ in range(40):
-        assert ask(url, {"model": "m", "input": "y"}, session.api_key)[0] == 200
+        assert call(session, {"model": "m", "input": "y"}, "responses")[0] == 200
     assert open_session.history_bytes < 32 * 2000
     session.release()
     wait_until(lambda: not len(recorder.sessions))

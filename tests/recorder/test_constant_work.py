@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from recorders import Scene, ask, sent, user
+from recorders import Scene, call, sent, user
 
 from shmbus.recorder import event_stream
 from shmbus.recorder.calls import _Call
@@ -159,7 +159,7 @@ def test_a_long_whole_answer_is_read_beside_the_event_loop(
     for count in (10, 10_000):
         scene.engine.script = ["a" * count]
         body = {"model": "m", "messages": [user("x")], "max_tokens": 20_000}
-        assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 200
+        assert call(session, body)[0] == 200
     loop, other = readers
     assert loop != other
     session.release()

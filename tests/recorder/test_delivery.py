@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from conftest import wait_until
 from http_requests import reset
-from recorders import Scene, ask, chat, refused, sent, user
+from recorders import CALL, Scene, ask, call, chat, refused, sent, user
 
 import shmbus
 from shmbus.recorder.recorder import Recorder
@@ -17,17 +17,15 @@ from shmbus.recorder.sessions import Session
 
 pytest_plugins = ["recorder_fixtures"]
 
-CALL = {"model": "m", "messages": [user("hello")]}
-
 
 def only(recorder: Recorder) -> Session:
     (found,) = recorder.sessions
     return found
 
 
-def trained(consumer: shmbus.Consumer) -> list[list[int]]:
-    (group,) = consumer.take(1, timeout=30.0)
-    return [np.asarray(row["tokens"])[row["loss_mask"] == 1].tolist() for row in group[0].rows]
+def trained(scene: Scene) -> list[list[int]]:
+    rows = scene.taken()[0].rows
+    return [np.asarray(row["tokens"])[row["loss_mask"] == 1].tolist() for row in rows]
 
 
 def chats(session: shmbus.Session) -> str:
@@ -80,7 +78,7 @@ def test_a_retry_is_trained(count: int, header: str, session: shmbus.Session, sc
     assert scene.recorder.sessions.nbytes == held
     chat(session, [user("hello")])
     assert session.finish(1.0)
-    assert trained(scene.consumer) == [
+    assert trained(scene) == [
         scene.engine.record[0].output,
         scene.engine.record[-1].output,
     ]
@@ -94,7 +92,7 @@ def test_a_whole_answer_cut_in_sending_is_undone(session: shmbus.Session, scene:
     wait_until(lambda: scene.recorder.sessions.undone == 1)
     chat(session, [user("hello")])
     assert session.finish(1.0)
-    assert trained(scene.consumer) == [scene.engine.record[-1].output]
+    assert trained(scene) == [scene.engine.record[-1].output]
 
 
 def test_a_retry_replaces_a_stream_cut_at_its_end(session: shmbus.Session, scene: Scene) -> None:
@@ -105,7 +103,7 @@ def test_a_retry_replaces_a_stream_cut_at_its_end(session: shmbus.Session, scene
     chat(session, [user("hello")])
     chat(session, [user("other")])
     assert session.finish(1.0)
-    assert trained(scene.consumer) == [one.output for one in scene.engine.record[1:]]
+    assert trained(scene) == [one.output for one in scene.engine.record[1:]]
 
 
 def test_an_answer_read_to_its_end_counts(session: shmbus.Session, scene: Scene) -> None:
@@ -114,7 +112,7 @@ def test_an_answer_read_to_its_end_counts(session: shmbus.Session, scene: Scene)
     reset(raw)
     wait_until(lambda: not only(scene.recorder).running)
     assert session.finish(1.0)
-    assert trained(scene.consumer) == [scene.engine.record[0].output]
+    assert trained(scene) == [scene.engine.record[0].output]
 
 
 def test_a_client_that_closes_behind_the_last_event_has_the_answer(
@@ -132,7 +130,7 @@ def test_a_client_that_closes_behind_the_last_event_has_the_answer(
             read_until(raw, b"[DONE]")
             wait_until(lambda: not only(scene.recorder).running)
     assert session.finish(1.0)
-    assert trained(scene.consumer) == [one.output for one in scene.engine.record]
+    assert trained(scene) == [one.output for one in scene.engine.record]
 
 
 @pytest.mark.parametrize(("attempt", "turns"), [("0", 2), ("1", 1)])
@@ -143,7 +141,7 @@ def test_retries_win(attempt: str, turns: int, session: shmbus.Session, scene: S
         assert ask(chats(session), CALL, session.api_key, **headers)[0] == 200
         assert session.finish(1.0)
         raw.recv(1)
-    assert trained(scene.consumer) == [one.output for one in scene.engine.record[2 - turns :]]
+    assert trained(scene) == [one.output for one in scene.engine.record[2 - turns :]]
 
 
 def test_equal_calls_of_a_connection_are_two(session: shmbus.Session, scene: Scene) -> None:
@@ -153,7 +151,7 @@ def test_equal_calls_of_a_connection_are_two(session: shmbus.Session, scene: Sce
         read_until(second, b"usage")
         second.close()
         assert session.finish(1.0)
-    assert trained(scene.consumer) == [one.output for one in scene.engine.record]
+    assert trained(scene) == [one.output for one in scene.engine.record]
 
 
 def test_an_error_behind_the_last_token_asks_no_second_engine(scene: Scene) -> None:
@@ -165,7 +163,7 @@ def test_an_error_behind_the_last_token_asks_no_second_engine(scene: Scene) -> N
         read_until(raw, b"[DONE]")
     assert (first.calls, second.calls) == (1, 0)
     assert session.finish(1.0)
-    assert trained(scene.consumer) == [first.record[0].output]
+    assert trained(scene) == [first.record[0].output]
 
 
 def test_an_unread_response_is_unrecorded(session: shmbus.Session, recorder: Recorder) -> None:
@@ -176,6 +174,5 @@ def test_an_unread_response_is_unrecorded(session: shmbus.Session, recorder: Rec
     wait_until(lambda: not only(recorder).history)
     assert only(recorder).history_bytes == recorder.sessions.nbytes == 0
     missing = {"model": "m", "input": "x", "previous_response_id": "resp_1"}
-    answer = ask(f"{session.base_url}/responses", missing, session.api_key)
-    assert refused(answer) == (400, "invalid_call")
+    assert refused(call(session, missing, "responses")) == (400, "invalid_call")
     session.release()

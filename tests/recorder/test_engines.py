@@ -2,7 +2,7 @@
 
 import pytest
 from conftest import wait_until
-from recorders import Scene, ask, chat, refused, user
+from recorders import CALL, Scene, ask, call, chat, refused, user
 
 pytest_plugins = ["recorder_fixtures"]
 
@@ -41,8 +41,7 @@ def test_an_engine_that_fails_before_any_output_is_replaced(fault: str, scene: S
     chat(session, [user("hello")])
     assert [engine.calls for engine in engines] == [1, 1]
     assert session.finish(1.0)
-    (group,) = scene.consumer.take(1, timeout=30.0)
-    assert group[0].meta["turns"] == 1
+    assert scene.taken()[0].meta["turns"] == 1
 
 
 def test_an_empty_answer_in_place_of_a_stream_is_none(scene: Scene) -> None:
@@ -62,8 +61,7 @@ def test_only_its_health_check_marks_an_engine_down(healthy: bool, scene: Scene)
     for engine in engines:
         engine.faults = ["503"] * 9
         engine.healthy = healthy
-    body = {"model": "m", "messages": [user("poison")]}
-    assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
+    assert call(session)[0] == 503
     assert sorted(engine.calls for engine in engines) == [1, 2]
     if healthy:
         assert [engine.state for engine in recorder.engines.all] == ["up", "up"]
@@ -75,11 +73,7 @@ def test_only_its_health_check_marks_an_engine_down(healthy: bool, scene: Scene)
 def test_where_no_engine_answers_a_call_is_503_and_the_sample_is_not_to_blame(scene: Scene) -> None:
     recorder = scene.start_recorder("http://127.0.0.1:9")
     session = scene.open()
-    body = {"model": "m", "messages": [user("hello")]}
-    assert refused(ask(f"{session.base_url}/chat/completions", body, session.api_key)) == (
-        503,
-        "engine",
-    )
+    assert refused(call(session)) == (503, "engine")
     status, health = ask(f"{recorder.url}/healthz")
     assert (status, health["engines"][0]["state"]) == (503, "down")
     session.release()
@@ -100,9 +94,8 @@ def test_an_outage_releases_samples_of_raising_agents(client: str, scene: Scene)
     with pytest.raises(openai.APIError if client == "openai" else LookupError), session:
         if client == "openai":
             made = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
-            made.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
-        body = {"model": "m", "messages": [user("hello")]}
-        assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
+            made.chat.completions.create(**CALL)
+        assert call(session)[0] == 503
         raise LookupError("an agent of another process")
     assert "released" in repr(session) and "engine" in session.why
     assert scene.consumer.take(timeout=0.05) == [] and scene.consumer.stats().committed == 0
@@ -112,12 +105,11 @@ def test_an_agent_that_raises_after_an_outage_is_over_fails_its_sample(scene: Sc
     engine = scene.start_engine()
     scene.start_recorder(engine.url)
     session = scene.open()
-    body = {"model": "m", "messages": [user("hello")]}
     with pytest.raises(LookupError), session:
         engine.faults = ["503"] * 9
-        assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
+        assert call(session)[0] == 503
         engine.faults = []
-        assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 200
+        assert call(session)[0] == 200
         raise LookupError("of the agent")
     assert "failed" in repr(session)
 
@@ -127,8 +119,7 @@ def test_an_engine_that_comes_back_is_used_again(scene: Scene) -> None:
     recorder = scene.start_recorder(engine)
     session = scene.open()
     engine.faults = ["die", "die"]
-    body = {"model": "m", "messages": [user("hello")]}
-    assert ask(f"{session.base_url}/chat/completions", body, session.api_key)[0] == 503
+    assert call(session)[0] == 503
     assert recorder.engines.all[0].failures == 2
     wait_until(lambda: ask(f"{recorder.url}/healthz")[0] == 200)
     chat(session, [user("hello")])

@@ -50,8 +50,8 @@ def test_a_call_over_new_weights_has_both_versions_and_the_next_a_new_salt(scene
         chat(session, [user("three")], cache_salt="mine")
         chat(session, [user("four")])
         assert session.finish(1.0)
-        (group,) = scene.consumer.take(1, timeout=30.0)
-    assert (group[0].policy_version, group[0].newest_policy_version) == (3, 4)
+        (sample,) = scene.taken()
+    assert (sample.policy_version, sample.newest_policy_version) == (3, 4)
     salts = [one.body["cache_salt"] for one in scene.engine.record]
     assert [salt.partition(".")[0] for salt in salts] == ["3", "3", "mine", "4"]
     assert salts[0] == salts[1]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from conftest import Spawner, wait_until
-from recorders import ask, chat, user
+from recorders import CALL, ask, chat, user
 from stub_engine import StubEngine
 
 import shmbus
@@ -137,11 +137,10 @@ def test_a_worker_that_is_killed_has_its_session_end_and_its_sample_asked_for_ag
     worker = spawn.script(WORKER, bus.name)
     wait_until(lambda: "sk-shmbus" in worker.output())
     url, key = worker.output().split()
-    body = {"model": "m", "messages": [user("hello")]}
-    assert ask(f"{url}/chat/completions", body, key)[0] == 200
+    assert ask(f"{url}/chat/completions", CALL, key)[0] == 200
     worker.kill()
     wait_until(lambda: not len(recorder.sessions))
-    assert ask(f"{url}/chat/completions", body, key)[1]["error"]["code"] == "unwanted"
+    assert ask(f"{url}/chat/completions", CALL, key)[1]["error"]["code"] == "unwanted"
     with shmbus.Producer(bus.name) as other:
         assert other.requests.next(30.0).instance_id == "q"
 

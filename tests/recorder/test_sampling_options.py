@@ -30,10 +30,9 @@ def opened(scene: Scene, **options: Any) -> shmbus.Session:
     return scene.open()
 
 
-def sample(session: shmbus.Session, consumer: shmbus.Consumer) -> shmbus.Trajectory:
+def sample(session: shmbus.Session, scene: Scene) -> shmbus.Trajectory:
     assert session.finish(1.0)
-    (group,) = consumer.take(1, timeout=30.0)
-    return group[0]
+    return scene.taken()[0]
 
 
 def test_least_and_largest_value_of_each_option_are_in_the_samples_meta(scene: Scene) -> None:
@@ -42,7 +41,7 @@ def test_least_and_largest_value_of_each_option_are_in_the_samples_meta(scene: S
     assert call(session, "messages", temperature=1, top_k=40)[0] == 200
     assert call(session, "responses", temperature=0.5)[0] == 200
     assert call(session, "completions", temperature=None, top_p=True, top_k="x")[0] == 200
-    assert sample(session, scene.consumer).meta["sampling"] == {
+    assert sample(session, scene).meta["sampling"] == {
         "temperature": [0.3, 1.0], "top_p": [0.9, 0.9], "top_k": [40.0, 40.0],
     }  # fmt: skip
 
@@ -52,7 +51,7 @@ def test_a_recorder_forces_its_own_options(path: str, scene: Scene) -> None:
     session = opened(scene, force_sampling=ONE)
     assert call(session, path, temperature=0.1)[0] == 200
     assert {name: scene.engine.record[0].body[name] for name in ONE} == ONE
-    found = sample(session, scene.consumer).meta["sampling"]
+    found = sample(session, scene).meta["sampling"]
     assert found == {name: [value, value] for name, value in ONE.items()}
 
 
@@ -63,7 +62,7 @@ def test_a_recorder_refuses_other_options_than_it_requires(scene: Scene) -> None
     assert scene.engine.calls == 0
     assert call(session, temperature=1, top_p=None)[0] == 200
     assert scene.engine.record[0].body["top_k"] == -1
-    assert sample(session, scene.consumer).meta["sampling"]["temperature"] == [1.0, 1.0]
+    assert sample(session, scene).meta["sampling"]["temperature"] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -72,7 +71,7 @@ def test_tokens_under_a_grammar_are_counted_and_masked(trained: bool, scene: Sce
     session = scene.open()
     assert call(session)[0] == 200
     assert call(session, response_format={"type": "json_object"})[0] == 200
-    found = sample(session, scene.consumer)
+    found = sample(session, scene)
     free, limited = (one.output for one in scene.engine.record)
     assert found.meta["grammar_tokens"] == recorder.sessions.grammar == len(limited)
     masked = [np.asarray(row["loss_mask"]).sum() for row in found.rows]
@@ -82,7 +81,7 @@ def test_tokens_under_a_grammar_are_counted_and_masked(trained: bool, scene: Sce
 def test_a_sample_of_nothing_but_grammar_is_put_with_its_score(scene: Scene) -> None:
     session = opened(scene)
     assert call(session, tools=[TOOL], tool_choice="required")[0] == 200
-    found = sample(session, scene.consumer)
+    found = sample(session, scene)
     assert (found.score, found.rows[0]["loss_mask"].sum()) == (1.0, 0)
     assert found.meta["grammar_tokens"] == len(scene.engine.record[0].output)
 

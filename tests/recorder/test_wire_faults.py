@@ -1,10 +1,7 @@
 """A reset of a connection is a fault of the wire: the call is sent again, the engine stays up."""
 
-import json
-import urllib.request
-
 import pytest
-from recorders import Scene, ask, chat, refused, user
+from recorders import CALL, Scene, call, chat, posted, refused, user
 
 import shmbus
 from shmbus.recorder import settings
@@ -24,25 +21,18 @@ def test_a_reset_of_a_reused_connection_costs_a_retry(stream: bool, scene: Scene
     session = scene.open()
     chat(session, [user("one")])
     first.faults = ["die"]
-    body = {"model": "m", "messages": [user("two")], "stream": stream}
-    request = urllib.request.Request(
-        f"{session.base_url}/chat/completions", json.dumps(body).encode(),
-        {"Authorization": f"Bearer {session.api_key}"},
-    )  # fmt: skip
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with posted(session, {**CALL, "stream": stream}) as answer:
         assert stream == (b"[DONE]" in answer.read())
     assert (first.calls, second.calls) == (3, 0)
     assert states(recorder) == [("up", 0), ("up", 0)]
     assert session.finish(1.0)
-    (group,) = scene.consumer.take(1, timeout=30.0)
-    assert group[0].meta["turns"] == 2
+    assert scene.taken()[0].meta["turns"] == 2
 
 
 def test_completions_are_asked_again_too(session: shmbus.Session, scene: Scene) -> None:
     chat(session, [user("one")])
     scene.engine.faults = ["die"]
-    body = {"model": "m", "prompt": "x"}
-    assert ask(f"{session.base_url}/completions", body, session.api_key)[0] == 200
+    assert call(session, {"model": "m", "prompt": "x"}, "completions")[0] == 200
     assert states(scene.recorder) == [("up", 0)]
 
 
@@ -51,11 +41,7 @@ def test_a_second_reset_is_the_engines(scene: Scene) -> None:
     session = scene.open()
     chat(session, [user("one")])
     scene.engine.faults = ["die"] * 8
-    body = {"model": "m", "messages": [user("two")]}
-    assert refused(ask(f"{session.base_url}/chat/completions", body, session.api_key)) == (
-        503,
-        "engine",
-    )
+    assert refused(call(session)) == (503, "engine")
     assert recorder.engines.all[0].failures > 0
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -198,13 +198,12 @@ class Cluster:
 
 @contextmanager
 def cluster(*, groups: int, release: str = "acknowledged", seed: int) -> Iterator[Cluster]:
-    with tempfile.TemporaryDirectory(prefix="shmbus-nodes-") as directory:
-        made = Cluster(directory, groups, release, seed)
-        try:
-            made.start(*NODES)
-            yield made
-        finally:
-            made.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="shmbus-nodes-") as directory,
+        closing(Cluster(directory, groups, release, seed)) as made,
+    ):
+        made.start(*NODES)
+        yield made
 
 
 def audit(made: Cluster, *, lost: int = 0, died: float = 0.0, who: str = "") -> dict[str, Any]:

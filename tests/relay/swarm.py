@@ -5,6 +5,7 @@ import struct
 import threading
 from collections.abc import Iterator
 
+from conftest import beside
 from relay.heads import export, pack_head
 from relay.local import COORDINATOR, LocalRelay
 
@@ -93,10 +94,8 @@ def swarm(relay: LocalRelay, reader: RecordReader, count: int) -> Iterator[Swarm
         while not over.wait(0.01):
             made.work()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield made
-    finally:
-        over.set()
-        thread.join()
+    with beside(work):
+        try:
+            yield made
+        finally:
+            over.set()

@@ -9,6 +9,7 @@ from relay.local import COORDINATOR, LocalRelay, put_group, relay, stats
 
 import shmbus
 from shmbus.relay import messages as m
+from shmbus.relay.messages import OriginHead
 from shmbus.relay.record_reader import RecordReader
 from shmbus.relay.sink_party import SinkParty
 
@@ -26,20 +27,28 @@ def forged(made: LocalRelay, sink: str, source: str, **changes: Any) -> None:
     made.send(source, sink, message, payload)
 
 
+def waiting(made: LocalRelay, sink: str) -> SinkParty:
+    """Return the party of a sink that knows its coordinator."""
+    party: SinkParty = made.parties[sink]
+    wait_until(lambda: made.coordinator.pure is not None and party.sink.term > 0)
+    return party
+
+
+def assignment(party: SinkParty, heads: list[OriginHead], to: str = "") -> m.Assignment:
+    """Assign these records to a sink, or to another address."""
+    origins, checks = zip(*((head.origin, head.check) for head in heads), strict=True)
+    state = party.sink
+    return m.Assignment(to or state.name, state.incarnation, state.term, origins, 99, checks)
+
+
 def test_a_wrong_block_is_refused(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1)
         put_group([buses["a"]], 2)
         heads = sorted(poll(reader), key=lambda head: (head.instance_id, head.index))
-        sink: SinkParty = made.parties[buses["t"]]
-        wait_until(lambda: made.coordinator.pure is not None and sink.sink.term > 0)
-        origins = tuple(head.origin for head in heads[:4])
-        checks = tuple(head.check for head in heads[:4])
+        sink = waiting(made, buses["t"])
         state = sink.sink
-        made.send(
-            COORDINATOR, buses["t"],
-            m.Assignment(buses["t"], state.incarnation, state.term, origins, 99, checks),
-        )  # fmt: skip
+        made.send(COORDINATOR, buses["t"], assignment(sink, heads[:4]))
         wait_until(lambda: bool(state.wanted))
         good = export(reader, [head.origin for head in heads[:4]])
         flipped = bytearray(good)
@@ -67,20 +76,13 @@ def test_a_wrong_block_is_refused(buses: dict[str, str], caplog: pytest.LogCaptu
 def test_own_names_are_compared(buses: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
     """In a source's form: without names beside it, in any order, and doubled."""
     with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
-        put_group([buses["a"]], 1)
-        put_group([buses["a"]], 2)
-        put_group([buses["a"]], 3)
+        for number in (1, 2, 3):
+            put_group([buses["a"]], number)
         heads = sorted(poll(reader), key=lambda head: (head.instance_id, head.index))
-        sink: SinkParty = made.parties[buses["t"]]
-        wait_until(lambda: made.coordinator.pure is not None and sink.sink.term > 0)
+        sink = waiting(made, buses["t"])
         state = sink.sink
-
-        def group(at: int, to: str) -> m.Assignment:
-            origins = tuple(head.origin for head in heads[at : at + 4])
-            checks = tuple(head.check for head in heads[at : at + 4])
-            return m.Assignment(to, state.incarnation, state.term, origins, 99, checks)
-
-        several = m.Assignments((group(0, buses["t"]), group(8, "elsewhere"), group(4, buses["t"])))
+        asked = ((heads[:4], ""), (heads[8:], "elsewhere"), (heads[4:8], ""))
+        several = m.Assignments(tuple(assignment(sink, *each) for each in asked))
         made.send(COORDINATOR, buses["t"], several)
         wait_until(lambda: len(state.wanted) == 8)
         assert len(state.batches) == 1 and not state.waiting
@@ -113,17 +115,10 @@ def test_an_unlike_head_is_refused(buses: dict[str, str], caplog: pytest.LogCapt
     with relay([], [buses["t"]]) as made, RecordReader(buses["a"]) as reader:
         put_group([buses["a"]], 1, size=1)
         (head,) = poll(reader)
-        sink: SinkParty = made.parties[buses["t"]]
-        wait_until(lambda: made.coordinator.pure is not None and sink.sink.term > 0)
-        origin = head.origin
-        state = sink.sink
-        made.send(
-            COORDINATOR, buses["t"],
-            m.Assignment(
-                buses["t"], state.incarnation, state.term, (origin,), 9, (head.check ^ 1,)
-            ),
-        )  # fmt: skip
-        wait_until(lambda: bool(state.wanted))
+        sink = waiting(made, buses["t"])
+        unlike = assignment(sink, [head])._replace(checks=(head.check ^ 1,))
+        made.send(COORDINATOR, buses["t"], unlike)
+        wait_until(lambda: bool(sink.sink.wanted))
         forged(made, buses["t"], "x", payload=export(reader, [head.origin]))
         wait_until(lambda: sink.refused == 1)
         assert "another thing than its head" in caplog.text

@@ -7,17 +7,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
 from conftest import take_groups, wait_until
-from relay.local import COORDINATOR, put_group
+from relay.local import COORDINATOR, put_group, stats
 
 import shmbus
 from shmbus.relay.direct import BufferPool, Direct, Endpoint
 from shmbus.relay.host import Host, PartyPlan
 from shmbus.relay.party import Mailbox, run_party
+
+pytest_plugins = ["relay.relay_fixtures"]
 
 HOST = "127.0.0.1"
 
@@ -42,11 +44,8 @@ class Pair:
 @contextmanager
 def pair() -> Iterator[Pair]:
     made = Pair()
-    try:
+    with closing(made.left), closing(made.right):
         yield made
-    finally:
-        made.left.close()
-        made.right.close()
 
 
 def block(number: int, rooms: BufferPool) -> memoryview:
@@ -219,7 +218,7 @@ class DirectRelay:
         self._threads.append(thread)
         thread.start()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._over.set()
         for thread in self._threads:
             thread.join()
@@ -227,30 +226,26 @@ class DirectRelay:
             direct.close()
 
 
-def test_cut_connections_lose_double_and_tear_nothing(bus_name: str) -> None:
-    names = [f"{bus_name}.{each}" for each in "abt"]
-    buses = [shmbus.Bus.create(name, "4MiB") for name in names]
-    made = DirectRelay(names[:2], names[2:])
-    try:
-        with shmbus.Consumer(names[2]) as consumer:
-            put_group(names[:2], 0)
-            take_groups(consumer, 1)[0].ack()
-            for round_ in range(3):
-                for group in range(1, 21):
-                    put_group(names[:2], 100 * round_ + group, values=5000)
-                for direct in made.directs.values():
-                    direct.cut()
-                for group in take_groups(consumer, 20):
-                    for t in group:
-                        number = int(group.instance_id[1:])
-                        assert (t["tokens"] == np.full(5000, number, np.int32)).all(), "torn"
-                    group.ack()
-            wait_until(lambda: all(bus.stats().undelivered == 0 for bus in buses))
-            assert buses[2].stats().committed == 61 * 4
-    finally:
-        made.stop()
-        for bus in buses:
-            bus.unlink()
+def test_cut_connections_lose_double_and_tear_nothing(buses: dict[str, str]) -> None:
+    a, b, t = buses.values()
+    with (
+        closing(DirectRelay([a, b], [t])) as made,
+        shmbus.Consumer(t) as consumer,
+    ):
+        put_group([a, b], 0)
+        take_groups(consumer, 1)[0].ack()
+        for round_ in range(3):
+            for group in range(1, 21):
+                put_group([a, b], 100 * round_ + group, values=5000)
+            for direct in made.directs.values():
+                direct.cut()
+            for group in take_groups(consumer, 20):
+                for sample in group:
+                    number = int(group.instance_id[1:])
+                    assert (sample["tokens"] == np.full(5000, number, np.int32)).all(), "torn"
+                group.ack()
+        wait_until(lambda: all(stats(bus).undelivered == 0 for bus in buses.values()))
+        assert stats(t).committed == 61 * 4
 
 
 def test_whoever_connects_and_says_nothing_keeps_nobody_else_out() -> None:

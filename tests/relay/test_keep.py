@@ -103,10 +103,7 @@ def test_only_unacknowledged_groups_survive_a_reboot(
 
 
 def test_a_restarted_sink_returns_nothing(buses: dict[str, str], tmp_path: Path) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)) as running,
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    with relayed(buses, "a", keep=str(tmp_path)) as (running, consumer, _):
         for number in range(10):
             put_group([buses["a"]], number)
         groups = take_groups(consumer, 10)
@@ -123,11 +120,8 @@ def test_a_restarted_sink_returns_nothing(buses: dict[str, str], tmp_path: Path)
 def test_reduced_groups_return_reduced(buses: dict[str, str], tmp_path: Path, fails: bool) -> None:
     policy = StashPolicy(on_failure="partial", on_timeout="partial", group_timeout_s=0.5)
     how: dict[str, Any] = {"policy": policy, "keep": str(tmp_path)}
-    with (
-        relay([buses["a"]], [buses["t"]], **how),
-        shmbus.Producer(buses["a"]) as producer,
-        shmbus.Consumer(buses["t"], on_failure="partial") as consumer,
-    ):
+    taking = {"on_failure": "partial"}
+    with relayed(buses, "a", taking, **how) as (_, consumer, producer):
         for index in range(3):
             producer.put("q", group_size=4, index=index, score=1.0, tokens=[index])
         if fails:
@@ -136,7 +130,7 @@ def test_reduced_groups_return_reduced(buses: dict[str, str], tmp_path: Path, fa
         assert len(group) == 3
         del group
     lose_memory(buses)
-    with relayed(buses, "a", **how, taking={"on_failure": "partial"}) as (_, consumer, _):
+    with relayed(buses, "a", taking, **how) as (_, consumer, _):
         (group,) = take_groups(consumer, 1)
         assert [t.index for t in group] == [0, 1, 2]
         group.ack()
@@ -242,11 +236,8 @@ def kept(buses: dict[str, str], directory: Path, count: int = 6) -> Path:
 
 
 def records(buses: dict[str, str], directory: Path) -> int:
-    opened = Keep(str(directory), buses["t"], 1.0, "another life")
-    try:
+    with contextlib.closing(Keep(str(directory), buses["t"], 1.0, "another life")) as opened:
         return len(list(opened.records(())))
-    finally:
-        opened.close()
 
 
 def test_a_file_that_is_cut_anywhere_gives_what_is_whole_of_it(
@@ -311,10 +302,7 @@ def test_a_damaged_head_costs_its_own_frame(buses: dict[str, str], tmp_path: Pat
 def test_a_frame_within_a_record_is_data(buses: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     inner = np.frombuffer(kept(buses, tmp_path / "from").read_bytes(), np.uint8)
-    with (
-        relay([buses["a"]], [buses["t"]], keep=str(tmp_path)),
-        shmbus.Producer(buses["a"]) as producer,
-    ):
+    with relayed(buses, "a", keep=str(tmp_path)) as (_, _, producer):
         producer.put("q", group_size=1, index=0, tokens=inner)
         wait_until(lambda: stats(buses["t"]).undelivered == 1)
     file = tmp_path / f"{buses['t']}.kept"
@@ -463,10 +451,8 @@ def test_a_source_keeps_what_has_ended_until_the_end_is_on_the_disk(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     policy = StashPolicy(skip_zero_variance=True)
-    with (
-        relay([buses["a"]], [buses["t"]], keep=str(tmp_path), policy=policy) as running,
-        shmbus.Consumer(buses["t"]) as consumer,
-    ):
+    options: Any = {"keep": str(tmp_path), "policy": policy}
+    with relayed(buses, "a", **options) as (running, consumer, producer):
         for number in range(5):
             put_group([buses["a"]], number)
         groups = take_groups(consumer, 5)
@@ -480,9 +466,8 @@ def test_a_source_keeps_what_has_ended_until_the_end_is_on_the_disk(
         keep = running.parties[buses["t"]].keep
         wait_until(lambda: os.strerror(errno.EIO) in keep.error)
         assert "20 ends" in keep.error
-        with shmbus.Producer(buses["a"]) as producer:
-            for index in range(2):
-                producer.put("equal", group_size=2, index=index, score=1.0)
+        for index in range(2):
+            producer.put("equal", group_size=2, index=index, score=1.0)
         wait_until(lambda: sum(stats(buses["a"]).dropped.values()) == 2)
         assert stats(buses["a"]).acknowledged == 0
         monkeypatch.setattr(os, "pwrite", write)
@@ -516,12 +501,11 @@ def test_a_foreign_file_is_refused_and_kept(buses: dict[str, str], tmp_path: Pat
 
 
 def test_a_second_relay_does_not_write_there(buses: dict[str, str], tmp_path: Path) -> None:
-    first = Keep(str(tmp_path), buses["t"], 1.0)
-    try:
-        with pytest.raises(shmbus.BusBusyError, match="another relay"):
-            Keep(str(tmp_path), buses["t"], 1.0)
-    finally:
-        first.close()
+    with (
+        contextlib.closing(Keep(str(tmp_path), buses["t"], 1.0)),
+        pytest.raises(shmbus.BusBusyError, match="another relay"),
+    ):
+        Keep(str(tmp_path), buses["t"], 1.0)
     Keep(str(tmp_path), buses["t"], 1.0).close()
 
 
@@ -597,10 +581,7 @@ def test_reboots_are_safe(buses: dict[str, str], tmp_path: Path, spawn: Spawner,
         lose_memory(buses)
         said = [line.split() for line in log.read_text().splitlines()]
         long_done = {name for name, at in said if killed_s - float(at) > 1.0}
-        with (
-            relay([buses["a"]], [buses["t"]], keep=str(directory)),
-            shmbus.Consumer(buses["t"]) as consumer,
-        ):
+        with relayed(buses, "a", keep=str(directory)) as (_, consumer, _):
             back = {group.instance_id for group in consumer.take(timeout=2.0)}
         assert there - {name for name, _ in said} <= back, "put, and lost"
         assert not back & long_done, "acknowledged long ago, and back"

@@ -1,5 +1,6 @@
 """Nodes join and leave a running relay; names keep nodes apart; a start names late actors."""
 
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -116,8 +117,7 @@ def test_each_resource_has_an_address_of_its_own() -> None:
 @pytest.mark.parametrize("same_node", [True, False])
 def test_two_trainers_may_share_it(buses: dict[str, str], tmp_path: Path, same_node: bool) -> None:
     plan = PartyPlan("sink", "t@one", COORDINATOR, buses["t"], keep=str(tmp_path), node="one")
-    first = Keep(plan.keep, plan.bus, 1.0, node=plan.node)
-    try:
+    with closing(Keep(plan.keep, plan.bus, 1.0, node=plan.node)):
         if same_node:
             with pytest.raises(shmbus.BusBusyError, match="another relay"):
                 Keep(plan.keep, plan.bus, 1.0, node=plan.node)
@@ -125,8 +125,6 @@ def test_two_trainers_may_share_it(buses: dict[str, str], tmp_path: Path, same_n
             Keep(plan.keep, plan.bus, 1.0, node="two").close()
             files = sorted(each.name for each in tmp_path.glob("*.kept"))
             assert files == [f"{buses['t']}@one.kept", f"{buses['t']}@two.kept"]
-    finally:
-        first.close()
 
 
 PARTY = """

@@ -40,6 +40,12 @@ def have(buses: list[str], version: int) -> None:
     wait_until(lambda: all(version_of(bus) == version for bus in buses))
 
 
+def bring(trainer: Trainer, buses: list[str], version: int, **options: Any) -> None:
+    """Publish a version, and wait until the nodes of these buses have it."""
+    trainer.publish(version, **options)
+    have(buses, version)
+
+
 def error_of(relay: LocalRelay, address: str) -> str:
     return str(relay.parties[address].error)
 
@@ -82,8 +88,7 @@ class AnotherLayout(LocalMailbox):
 def test_every_node_has_each_version_and_its_facts(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes):
         for version in (3, 4, 7):
-            trainer.publish(version, meta=b"manifest")
-            have(nodes, version)
+            bring(trainer, nodes, version, meta=b"manifest")
             for bus in nodes:
                 assert checked(bus, SIZE, trainer.seed) == version
                 with PoolReader(bus, POOL_KIND) as reader, reader.latest(timeout=1) as lease:
@@ -93,8 +98,7 @@ def test_every_node_has_each_version_and_its_facts(trainer: Trainer, nodes: list
 def test_a_patch_crosses_to_nodes_with_its_base(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes) as relay:
         for version in range(1, 6):
-            trainer.publish(version)
-            have(nodes, version)
+            bring(trainer, nodes, version)
             bases = {relay.parties[bus].state().done.base for bus in nodes}
             assert (bases == {0}) == (version == 1)
         for bus in nodes:
@@ -142,8 +146,7 @@ def test_subscribers_of_weights_work_unchanged(bus_name: str, nodes: list[str]) 
 
 def test_the_trainer_sees_engines_and_versions(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes) as relay:
-        trainer.publish(1)
-        have(nodes, 1)
+        bring(trainer, nodes, 1)
         with PoolReader(nodes[2], POOL_KIND, label="vllm:8000") as engine:
             with engine.latest(timeout=1) as lease:
                 engine.applied(lease)
@@ -167,8 +170,7 @@ def test_cut_and_damaged_pieces_are_asked_for_again(
 ) -> None:
     monkeypatch.setattr(Harming, "left", 6)
     with mirrors(trainer.bus, nodes, mailbox=Harming) as relay:
-        trainer.publish(1)
-        have(nodes, 1)
+        bring(trainer, nodes, 1)
         assert [checked(bus, SIZE, trainer.seed) for bus in nodes] == [1, 1, 1]
         assert sum(relay.parties[bus].damaged for bus in nodes) == 6
 
@@ -178,11 +180,9 @@ def test_a_version_that_is_not_what_was_sent_is_never_published(
 ) -> None:
     monkeypatch.setattr(WrongDigest, "left", 0)
     with mirrors(trainer.bus, nodes[:1], mailbox=WrongDigest) as relay:
-        trainer.publish(1)
-        have(nodes[:1], 1)
+        bring(trainer, nodes[:1], 1)
         WrongDigest.left = 2  # of the patch, and of the whole version requested then
-        trainer.publish(2)
-        have(nodes[:1], 2)
+        bring(trainer, nodes[:1], 2)
         assert checked(nodes[0], SIZE, trainer.seed) == 2
         party = relay.parties[nodes[0]]
         assert party.damaged == 2 and party.state().done.base == 0
@@ -190,8 +190,7 @@ def test_a_version_that_is_not_what_was_sent_is_never_published(
 
 def test_a_pool_of_another_layout_is_refused_by_name(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes, mailbox=AnotherLayout) as relay:
-        trainer.publish(1)
-        have(nodes[1:], 1)
+        bring(trainer, nodes[1:], 1)
         wait_until(lambda: "layout version 99" in error_of(relay, nodes[0]))
         assert version_of(nodes[0]) is None
 
@@ -202,8 +201,7 @@ def test_a_foreign_pool_is_left_alone_until_it_is_free(trainer: Trainer, nodes: 
         PoolPublisher(nodes[0], POOL_KIND, spec=spec, label="somebody") as other,
         mirrors(trainer.bus, nodes) as relay,
     ):
-        trainer.publish(1)
-        have(nodes[1:], 1)
+        bring(trainer, nodes[1:], 1)
         wait_until(lambda: "somebody" in error_of(relay, nodes[0]))
         assert version_of(nodes[0]) is None
         other.close()
@@ -213,12 +211,10 @@ def test_a_foreign_pool_is_left_alone_until_it_is_free(trainer: Trainer, nodes: 
 
 def test_a_second_relay_for_a_pool_says_who_has_it(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes):
-        trainer.publish(1)
-        have(nodes, 1)
+        bring(trainer, nodes, 1)
         with mirrors(trainer.bus, nodes[:1]) as second:
             wait_until(lambda: "relay's mirror" in error_of(second, nodes[0]))
-            trainer.publish(2)
-            have(nodes, 2)
+            bring(trainer, nodes, 2)
 
 
 def test_a_node_with_too_little_memory_says_so_and_gets_the_version_once_there_is_some(
@@ -244,14 +240,12 @@ def test_a_mirror_begins_once_a_readers_row_is_free(trainer: Trainer, nodes: lis
             wait_until(lambda: "rows of readers are taken" in error_of(relay, nodes[0]))
             reader.close()
             have(nodes[:1], 1)
-            trainer.publish(2)
-            have(nodes[:1], 2)
+            bring(trainer, nodes[:1], 2)
 
 
 def test_readers_of_one_label_have_a_row_each(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes[:1]):
-        trainer.publish(1)
-        have(nodes[:1], 1)
+        bring(trainer, nodes[:1], 1)
         with (
             PoolReader(nodes[0], POOL_KIND, label="worker.py") as late,
             PoolReader(nodes[0], POOL_KIND, label="worker.py") as fast,
@@ -277,8 +271,7 @@ def test_an_earlier_mirrors_small_pool_is_replaced_under_its_readers(
     PoolPublisher(nodes[0], POOL_KIND, spec=spec, label="before").close()
     with PoolReader(nodes[0], POOL_KIND, label="engine") as engine:
         with mirrors(trainer.bus, nodes[:1]):
-            trainer.publish(1)
-            have(nodes[:1], 1)
+            bring(trainer, nodes[:1], 1)
         assert engine.is_removed()
 
 
@@ -290,23 +283,20 @@ def test_a_version_in_a_devices_memory_is_refused_by_name(trainer: Trainer, bus_
     with mirrors(trainer.bus, [node]) as relay:
         trainer.publish(1, meta=VersionMeta(b"", "exported").encode())
         wait_until(lambda: "carrier 'shm'" in relay.parties[SOURCE].note().error)
-        trainer.publish(2, meta=VersionMeta(b"").encode())
-        have([node], 2)
+        bring(trainer, [node], 2, meta=VersionMeta(b"").encode())
 
 
 def test_a_pool_of_a_dead_creator_is_made_again(trainer: Trainer, nodes: list[str]) -> None:
     Path(pool_path(nodes[0], POOL_KIND)).write_bytes(bytes(4096))
     with mirrors(trainer.bus, nodes):
-        trainer.publish(1)
-        have(nodes, 1)
+        bring(trainer, nodes, 1)
 
 
 def test_a_fifo_in_a_pools_place_holds_no_mirror(trainer: Trainer, nodes: list[str]) -> None:
     path = Path(pool_path(nodes[0], POOL_KIND))
     os.mkfifo(path)
     with mirrors(trainer.bus, nodes) as made:
-        trainer.publish(1)
-        have(nodes[1:], 1)
+        bring(trainer, nodes[1:], 1)
         wait_until(
             lambda: any(str(path) in each.error for each in made.parties[SOURCE].note().mirrors)
         )
@@ -316,12 +306,10 @@ def test_a_fifo_in_a_pools_place_holds_no_mirror(trainer: Trainer, nodes: list[s
 
 def test_an_unreachable_node_delays_no_other(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes) as relay:
-        trainer.publish(1)
-        have(nodes, 1)
+        bring(trainer, nodes, 1)
         relay.boxes.cut = {nodes[0]}
         for version in range(2, 8):
-            trainer.publish(version)
-            have(nodes[1:], version)
+            bring(trainer, nodes[1:], version)
         assert version_of(nodes[0]) == 1
         relay.boxes.cut = set()
         have(nodes, 7)
@@ -340,13 +328,11 @@ def test_dead_parties_return_newest(trainer: Trainer, nodes: list[str], who: int
 
 def test_a_reader_with_a_slot_delays_only_its_node(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes):
-        trainer.publish(1)
-        have(nodes, 1)
+        bring(trainer, nodes, 1)
         with PoolReader(nodes[0], POOL_KIND, label="slow") as reader:
             lease = reader.latest(timeout=1)
             for version in (2, 3, 4):
-                trainer.publish(version)
-                have(nodes[1:], version)
+                bring(trainer, nodes[1:], version)
             assert version_of(nodes[0]) == 2
             lease.close()
             have(nodes, 4)
@@ -354,24 +340,17 @@ def test_a_reader_with_a_slot_delays_only_its_node(trainer: Trainer, nodes: list
 
 def test_a_removed_pool_is_made_again(trainer: Trainer, nodes: list[str]) -> None:
     with mirrors(trainer.bus, nodes):
-        trainer.publish(1)
-        have(nodes, 1)
+        bring(trainer, nodes, 1)
         remove(nodes[0])
         have(nodes, 1)  # once more, without a new version
-        trainer.publish(2)
-        have(nodes, 2)
+        bring(trainer, nodes, 2)
 
 
 def test_a_larger_pool_keeps_its_mirror(bus_name: str, nodes: list[str], seed: int) -> None:
     first = Trainer(f"{bus_name}.t", SIZE, seed)
     with mirrors(first.bus, nodes):
-        first.publish(9)
-        have(nodes, 9)
+        bring(first, nodes, 9)
         first.close()
-        second = Trainer(f"{bus_name}.t", 2 * SIZE, seed)
-        try:
-            second.publish(1)
-            have(nodes, 1)
+        with contextlib.closing(Trainer(f"{bus_name}.t", 2 * SIZE, seed)) as second:
+            bring(second, nodes, 1)
             assert [checked(bus, 2 * SIZE, seed) for bus in nodes] == [1, 1, 1]
-        finally:
-            second.close()

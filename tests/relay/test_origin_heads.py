@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import take_groups, wait_until
 from relay.heads import RecordHead, head_of, make_origin, pack_heads
-from relay.local import COORDINATOR, put_group, relay
+from relay.local import COORDINATOR, put_group, relayed
 
 import shmbus
 from shmbus import errors
@@ -16,6 +16,8 @@ from shmbus.relay import messages as m
 from shmbus.relay.messages import OriginHead, bus_of, by_bus, is_of, name_origin, unpack_heads
 from shmbus.relay.record_reader import RecordReader, reason_of
 from shmbus_ext import _core
+
+pytest_plugins = ["relay.relay_fixtures"]
 
 BUS = "ab" * 16
 FORGED = {
@@ -79,24 +81,23 @@ def test_a_split_gets_its_readers_number_and_is_left_out_without_one() -> None:
     assert found[1].key == ("q\N{SNOWMAN}", None, 5) and found[1].check == head(1).check
 
 
-def test_a_records_head_is_what_the_record_says(bus_name: str) -> None:
-    with shmbus.Bus.create(bus_name, "1MiB"), shmbus.Producer(bus_name) as producer:
-        for i in range(3):
-            producer.put("q", group_size=3, index=i, score=None, round=2, x=np.zeros(9))
-        producer.fail("r", 1, "no memory")
-        producer.put("s", group_size=4, need=2, round=0, index=3, policy_version=6, x=np.ones(1))
-        with RecordReader(bus_name) as reader:
-            origins, records = reader.poll(100)
-            found = unpack_heads(reader.identity, _core.read_heads(records, reason_of))
-            for head, t in zip(found, records, strict=True):
-                assert (head.instance_id, head.round) == (t.instance_id, t.round)
-                assert (head.group_size, head.index) == (t.group_size, t.index)
-                assert head.need == (0 if t.failed else t.need)
-                assert (head.policy_version, head.nbytes) == (t.policy_version, t.nbytes)
-                assert head.made_ns == t.committed_ns
-                assert head.score == t.score if t.scored else math.isnan(head.score)
-            assert [each.origin for each in found] == origins
-            assert [each.reason for each in found] == [None, None, None, "no memory", None]
+def test_a_records_head_is_what_the_record_says(bus_name: str, producer: shmbus.Producer) -> None:
+    for i in range(3):
+        producer.put("q", group_size=3, index=i, score=None, round=2, x=np.zeros(9))
+    producer.fail("r", 1, "no memory")
+    producer.put("s", group_size=4, need=2, round=0, index=3, policy_version=6, x=np.ones(1))
+    with RecordReader(bus_name) as reader:
+        origins, records = reader.poll(100)
+        found = unpack_heads(reader.identity, _core.read_heads(records, reason_of))
+        for head, t in zip(found, records, strict=True):
+            assert (head.instance_id, head.round) == (t.instance_id, t.round)
+            assert (head.group_size, head.index) == (t.group_size, t.index)
+            assert head.need == (0 if t.failed else t.need)
+            assert (head.policy_version, head.nbytes) == (t.policy_version, t.nbytes)
+            assert head.made_ns == t.committed_ns
+            assert head.score == t.score if t.scored else math.isnan(head.score)
+        assert [each.origin for each in found] == origins
+        assert [each.reason for each in found] == [None, None, None, "no memory", None]
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -138,18 +139,12 @@ def test_whatever_is_cut_or_changed_is_heads_or_refused(seed: int) -> None:
     assert 0 < refused < 20_000
 
 
-def test_a_malformed_announcement_is_refused_and_asked_again(bus_name: str) -> None:
-    names = [f"{bus_name}.{each}" for each in "at"]
-    buses = [shmbus.Bus.create(name, "4MiB") for name in names]
-    try:
-        with relay(names[:1], names[1:]) as made, shmbus.Consumer(names[1]) as consumer:
-            wait_until(lambda: (pure := made.coordinator.pure) is not None and bool(pure.newest))
-            source = made.parties[names[0]].source
-            news = m.Announcement(source.bus, (source.mark[0], 99), True, b"no heads")
-            made.send(names[0], COORDINATOR, news)
-            wait_until(lambda: made.coordinator.refused == 1)
-            put_group(names[:1], 1)
-            assert take_groups(consumer, 1)[0].instance_id == "q1"
-    finally:
-        for bus in buses:
-            bus.unlink()
+def test_a_malformed_announcement_is_refused_and_asked_again(buses: dict[str, str]) -> None:
+    with relayed(buses, "a") as (made, consumer, _):
+        wait_until(lambda: (pure := made.coordinator.pure) is not None and bool(pure.newest))
+        source = made.parties[buses["a"]].source
+        news = m.Announcement(source.bus, (source.mark[0], 99), True, b"no heads")
+        made.send(buses["a"], COORDINATOR, news)
+        wait_until(lambda: made.coordinator.refused == 1)
+        put_group([buses["a"]], 1)
+        assert take_groups(consumer, 1)[0].instance_id == "q1"

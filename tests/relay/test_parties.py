@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import take_groups, wait_until
-from relay.local import COORDINATOR, LocalMailbox, LocalRelay, put_group, relay, stats
+from relay.local import COORDINATOR, LocalMailbox, LocalRelay, put_group, relay, relayed, stats
 
 import shmbus
 from shmbus.inspect.status import read_status
@@ -23,6 +23,14 @@ from shmbus.stash.stash import StashPolicy
 from shmbus_ext import _core
 
 pytest_plugins = ["relay.relay_fixtures"]
+
+
+def trained(bus: str) -> str:
+    """Attach, and acknowledge the next group; return its id."""
+    with shmbus.Consumer(bus) as consumer:
+        (group,) = take_groups(consumer, 1)
+        group.ack()
+        return group.instance_id
 
 
 def test_a_source_holds_a_record_until_the_trainers_ack(buses: dict[str, str]) -> None:
@@ -50,11 +58,7 @@ def test_with_release_put_a_source_has_its_space_at_once(buses: dict[str, str]) 
 
 
 def test_workers_see_the_trainers_policy_version_and_its_pause(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"]], [buses["t"]]),
-        shmbus.Bus.open(buses["t"]) as bus,
-        shmbus.Producer(buses["a"]) as producer,
-    ):
+    with relayed(buses, "a") as (_, _, producer), shmbus.Bus.open(buses["t"]) as bus:
         bus.policy_version = 12
         wait_until(lambda: producer.policy_version == 12)
         bus.pause("new weights")
@@ -283,10 +287,7 @@ def test_a_node_of_the_previous_release_is_refused_by_name(buses: dict[str, str]
         made.start(b, lambda box: SourceParty(b, box, COORDINATOR))
         put_group([b], 1)
         put_group([a], 2)
-        with shmbus.Consumer(t) as consumer:
-            (group,) = take_groups(consumer, 1)
-            assert group.instance_id == "q2"
-            group.ack()
+        assert trained(t) == "q2"
         wait_until(lambda: stats(a).acknowledged == 4)
         note = made.coordinator.note()
         assert note.missing == [b] and note.refused > 0
@@ -299,10 +300,7 @@ def test_a_node_of_the_previous_release_is_refused_by_name(buses: dict[str, str]
         assert stats(b).committed == 4 and stats(b).acknowledged == 0
         del made.kinds[b]
         made.restart(b)
-        with shmbus.Consumer(t) as consumer:
-            (group,) = take_groups(consumer, 1)
-            assert group.instance_id == "q1"
-            group.ack()
+        assert trained(t) == "q1"
         wait_until(lambda: stats(b).acknowledged == 4)
 
 

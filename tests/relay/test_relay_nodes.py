@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from relay import hub
+from relay import hub, relay_nodes
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -23,27 +23,19 @@ def _children_find_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_dead_rollout_node_had_is_counted_and_asked_for_elsewhere(seed: int) -> None:
-    from relay.relay_nodes import a_rollout_node_dies
-
-    print(a_rollout_node_dies(seed, 400 if LONG else 20))
+    print(relay_nodes.a_rollout_node_dies(seed, 400 if LONG else 20))
 
 
 @long
 def test_a_dead_trainers_node_loses_only_acknowledged_groups(seed: int) -> None:
-    from relay.relay_nodes import a_trainers_node_dies
-
-    print(a_trainers_node_dies(seed, 400))
+    print(relay_nodes.a_trainers_node_dies(seed, 400))
 
 
 @long
 def test_a_dead_trainers_node_loses_what_its_status_had_announced_under_put(seed: int) -> None:
-    from relay.relay_nodes import a_trainers_node_dies_under_put
-
-    print(a_trainers_node_dies_under_put(seed, 400))
+    print(relay_nodes.a_trainers_node_dies_under_put(seed, 400))
 
 
 @long
 def test_after_partitions_of_a_lossy_network_it_recovers(seed: int) -> None:
-    from relay.relay_nodes import a_partition
-
-    print(a_partition(seed, 1500, cut_s=60.0, delay_s=0.05, loss=0.01))
+    print(relay_nodes.a_partition(seed, 1500, cut_s=60.0, delay_s=0.05, loss=0.01))

@@ -28,7 +28,9 @@ def answer(producer: shmbus.Producer, request: Request) -> bool:
     return producer.requests.answer(request, score=float(request.index), tokens=tokens)
 
 
-def offer(feeder: shmbus.Feeder, number: int, *, size: int = 4, **more: object) -> None:
+def offer(
+    feeder: shmbus.Feeder | shmbus.Consumer, number: int, *, size: int = 4, **more: Any
+) -> None:
     feeder.request(
         f"q{number}", group_size=size, prompt=np.full(5, number, np.int32), meta={"n": number},
         **more,
@@ -96,11 +98,7 @@ def test_what_a_forgotten_node_had_is_asked_of_another(unlike: dict[str, str], s
 
 
 def test_a_group_chosen_by_workers_is_cancelled_everywhere(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]]),
-        shmbus.Producer(buses["a"]) as one,
-        shmbus.Producer(buses["b"]) as other,
-    ):
+    with relayed(buses, "ab") as (_, _, one, other):
         for index in range(2):
             one.put("q", group_size=4, need=2, round=1, index=index, tokens=[1])
         wait_until(lambda: other.cancelled("q", round=1))
@@ -122,33 +120,28 @@ def test_a_request_whose_group_a_policy_drops_ends_on_every_bus(buses: dict[str,
         assert consumer.open_requests() == []
 
 
-def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(bus_name: str) -> None:
-    names = [f"{bus_name}.a", f"{bus_name}.b", f"{bus_name}.t"]
-    shmbus.Bus.create(names[0], "4MiB").close()
-    shmbus.Bus.create(names[1], "4MiB").close()
-    shmbus.Bus.create(names[2], "4MiB", max_lead=3).close()
+def test_groups_are_begun_as_far_ahead_as_the_trainers_bus_says(buses: dict[str, str]) -> None:
+    a, b, t = buses.values()
+    shmbus.unlink(t)
+    shmbus.Bus.create(t, "4MiB", max_lead=3).close()
     made: Counter[str] = Counter()
-    try:
-        with (
-            relay(names[:2], names[2:]),
-            shmbus.Consumer(names[2]) as consumer,
-            shmbus.Feeder(names[2]) as feeder,
-            answering(names[:2], counting(made)),
-        ):
-            for number in range(12):
-                offer(feeder, number)
-            delivered = 0
-            while delivered < 12:
-                most = 4 * min(delivered + 3, 12)
-                wait_until(lambda most=most: made.total() == most)
-                time.sleep(0.2)
-                assert made.total() == most
-                (group,) = consumer.take(1, timeout=30.0)
-                group.ack()
-                delivered += 1
-    finally:
-        for name in names:
-            shmbus.unlink(name)
+    with (
+        relay([a, b], [t]),
+        shmbus.Consumer(t) as consumer,
+        shmbus.Feeder(t) as feeder,
+        answering([a, b], counting(made)),
+    ):
+        for number in range(12):
+            offer(feeder, number)
+        delivered = 0
+        while delivered < 12:
+            most = 4 * min(delivered + 3, 12)
+            wait_until(lambda most=most: made.total() == most)
+            time.sleep(0.2)
+            assert made.total() == most
+            (group,) = consumer.take(1, timeout=30.0)
+            group.ack()
+            delivered += 1
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -246,13 +239,11 @@ def test_prompts_that_were_cut_or_fit_no_row_are_not_offered(buses: dict[str, st
 def test_a_restored_trainer_repeats_its_request(unlike: dict[str, str], split: str) -> None:
     made: Counter[str] = Counter()
     with (
-        relay([unlike["a"]], [unlike["t"]]),
-        shmbus.Consumer(unlike["t"], split=split) as consumer,
-        shmbus.Feeder(unlike["t"]) as feeder,
+        relayed(unlike, "a", {"split": split}) as (_, consumer, _),
         answering([unlike["a"]], counting(made)),
     ):
         for _ in range(3):
-            offer(feeder, 1, round=1, split=split)
+            offer(consumer, 1, round=1, split=split)
             (group,) = take_groups(consumer, 1)
             assert len(group) == 4
             group.ack()
@@ -280,20 +271,15 @@ def test_requests_of_a_removed_bus_are_over(buses: dict[str, str]) -> None:
 def test_a_dead_workers_sample_is_made_on_its_node(buses: dict[str, str], spawn: Spawner) -> None:
     with relayed(buses, "a") as (_, consumer, producer):
         consumer.request("q", group_size=1, prompt=np.arange(3, dtype=np.int32))
-        child = spawn.script(HOLDS, buses["a"])
-        wait_until(lambda: "has it" in child.output())
-        child.kill()
+        spawn.holder(HOLDS, buses["a"]).kill()
         assert answer(producer, next_request(producer))
         take_groups(consumer, 1)[0].ack()
 
 
 HOLDS = """
-import sys, time
-import shmbus
+import sys, shmbus
 producer = shmbus.Producer(sys.argv[1])
 request = producer.requests.next()
-print("has it", flush=True)
-time.sleep(600)
 """
 
 
@@ -315,18 +301,18 @@ def send_all(name: str) -> Callable[[int], None]:
     return work
 
 
-def claim_all(name: str) -> Callable[[int], None]:
+def answer_others(producer: shmbus.Producer, kept: list[Request]) -> None:
     """Answer as a worker does, and keep every sample of the first group."""
+    while (request := producer.requests.next(timeout=0)) is not None:
+        if request.instance_id == "q0":
+            kept.append(request)
+        else:
+            producer.requests.answer(request, score=0.0, tokens=[1])
+
+
+def claim_all(name: str) -> Callable[[int], None]:
     producer, kept = shmbus.Producer(name), list[Request]()
-
-    def work(number: int) -> None:
-        while (request := producer.requests.next(timeout=0)) is not None:
-            if request.instance_id == "q0":
-                kept.append(request)
-            else:
-                producer.requests.answer(request, score=0.0, tokens=[1])
-
-    return work
+    return lambda number: answer_others(producer, kept)
 
 
 def give_back(name: str) -> Callable[[int], None]:
@@ -338,11 +324,7 @@ def give_back(name: str) -> Callable[[int], None]:
         if number == 150:
             producer.requests.release(kept[0])
             assert next_request(taker).instance_id == "q0"
-        while (request := taker.requests.next(timeout=0)) is not None:
-            if request.instance_id == "q0":
-                kept.append(request)
-            else:
-                taker.requests.answer(request, score=0.0, tokens=[1])
+        answer_others(taker, kept)
         if taker is not producer:
             taker.close()
 
@@ -355,7 +337,7 @@ def test_stragglers_are_left(bus_name: str, maker: Callable[[str], Callable[[int
     with shmbus.Consumer(bus_name) as consumer, shmbus.Feeder(bus_name) as feeder:
         work = maker(bus_name)
         for number in range(300):
-            feeder.request(f"q{number}", group_size=4, prompt=np.zeros(5, np.int32), timeout=0.0)
+            offer(feeder, number, timeout=0.0)
             work(number)
             consumer.ack(consumer.take(timeout=0.0))
     shmbus.unlink(bus_name)
@@ -366,9 +348,7 @@ def test_a_prompt_that_waits_for_its_turn_holds_its_place(bus_name: str) -> None
     with shmbus.Feeder(bus_name) as feeder, shmbus.Producer(bus_name) as producer:
         with pytest.raises(shmbus.BusFullError):
             for number in range(65):
-                feeder.request(
-                    f"q{number}", group_size=1, prompt=np.zeros(5, np.int32), timeout=0.0
-                )
+                offer(feeder, number, size=1, timeout=0.0)
         taken = [producer.requests.next(timeout=0) for _ in range(64)]
         assert [each and each.instance_id for each in taken] == [f"q{n}" for n in range(64)]
     shmbus.unlink(bus_name)
@@ -396,9 +376,7 @@ def test_a_straggler_behind_a_relay_stops_no_prompt(buses: dict[str, str]) -> No
         while trained < 199:
             with contextlib.suppress(shmbus.BusFullError):
                 while offered < 200:
-                    feeder.request(
-                        f"q{offered}", group_size=2, prompt=np.zeros(5, np.int32), timeout=0.0
-                    )
+                    offer(feeder, offered, size=2, timeout=0.0)
                     offered += 1
             groups = consumer.take(timeout=10.0)
             assert groups, f"{trained} groups came, and no more"

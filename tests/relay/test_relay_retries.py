@@ -24,10 +24,7 @@ def put(producer: shmbus.Producer, index: int, *, size: int = 2, **more: Any) ->
 def test_a_failed_sample_is_asked_for_once_its_backoff_is_over(buses: dict[str, str]) -> None:
     hour_s = 3600.0
     policy = StashPolicy(sample_retries=2, retry_backoff_s=(hour_s, hour_s))
-    with (
-        relay([buses["a"]], [buses["t"]], policy=policy) as made,
-        shmbus.Producer(buses["a"]) as one,
-    ):
+    with relayed(buses, "a", policy=policy) as (made, _, one):
         put(one, 0)
         one.fail("q", 1, "out of memory", group_size=2)
         party = made.coordinator
@@ -50,10 +47,8 @@ def test_a_dead_workers_sample_is_a_failed_attempt(
     of = {"split": split}
     with relayed(unlike, "a", of, policy=TWICE) as (_, consumer, producer):
         put(producer, 0, **of)
-        child = spawn.script(CLAIM, unlike["a"])
         producer.fail("q", 1, "first", group_size=2, **of)
-        wait_until(lambda: "has it" in child.output())
-        child.kill()
+        spawn.holder(CLAIM, unlike["a"]).kill()
         asked = next_retry(producer)
         assert asked.attempt == 2 and "died while it had it" in asked.reason
         put(producer, 1, **of)
@@ -61,11 +56,7 @@ def test_a_dead_workers_sample_is_a_failed_attempt(
 
 
 def test_a_lasting_failure_drops_its_group_on_every_node(buses: dict[str, str]) -> None:
-    with (
-        relay([buses["a"], buses["b"]], [buses["t"]]) as made,
-        shmbus.Producer(buses["a"]) as one,
-        shmbus.Producer(buses["b"]) as other,
-    ):
+    with relayed(buses, "ab") as (made, _, one, other):
         put(one, 0)
         other.fail("q", 1, "out of memory", group_size=2)
         for each in "ab":

@@ -85,11 +85,7 @@ def test_two_nodes_make_an_evaluation_during_training(unlike: dict[str, str]) ->
 
 
 def test_a_prompt_of_two_splits_is_two_groups_at_one_node(unlike: dict[str, str]) -> None:
-    with (
-        relay([unlike["a"]], [unlike["t"]]),
-        shmbus.Consumer(unlike["t"]) as consumer,
-        shmbus.Producer(unlike["a"]) as producer,
-    ):
+    with relayed(unlike, "a") as (_, consumer, producer):
         for split in ("train", "eval"):
             consumer.request("q", group_size=1, round=1, split=split, prompt=PROMPT)
         requests = [next_request(producer) for _ in range(2)]
@@ -229,34 +225,29 @@ def test_what_waits_for_its_split_goes_with_its_bus(buses: dict[str, str]) -> No
 
 
 @pytest.mark.usefixtures("hurried")
-def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(bus_name: str) -> None:
-    names = [f"{bus_name}.{each}" for each in ("a", "t1", "t2")]
-    for name in names:
-        shmbus.Bus.create(name, "4MiB").close()
-    a, first, second = names
+def test_of_several_trainers_the_first_has_all_that_is_not_trained_on(
+    buses: dict[str, str],
+) -> None:
+    a, second, first = buses.values()
     have_splits(second, "eval")
-    try:
-        with (
-            relay([a], [first, second]),
-            shmbus.Consumer(first) as one,
-            shmbus.Consumer(second) as other,
-            shmbus.Producer(a) as far,
-            shmbus.Producer(second) as near,
-        ):
-            other.request("mine", group_size=1, split="eval", priority=3, prompt=PROMPT)
-            one.request("e", group_size=1, split="eval", prompt=PROMPT)
-            request = next_request(far)
-            assert (request.instance_id, request.split) == ("e", "eval")
-            assert far.requests.answer(request, tokens=PROMPT)
-            assert far.requests.next(timeout=0.5) is None
-            assert near.requests.next(timeout=0).instance_id == "mine"
-            for number in range(20):
-                put_group([a], number, split="eval")
-            take_groups(one, 21, split="eval")
-            assert stats(second).committed == 0
-    finally:
-        for name in names:
-            shmbus.unlink(name)
+    with (
+        relay([a], [first, second]),
+        shmbus.Consumer(first) as one,
+        shmbus.Consumer(second) as other,
+        shmbus.Producer(a) as far,
+        shmbus.Producer(second) as near,
+    ):
+        other.request("mine", group_size=1, split="eval", priority=3, prompt=PROMPT)
+        one.request("e", group_size=1, split="eval", prompt=PROMPT)
+        request = next_request(far)
+        assert (request.instance_id, request.split) == ("e", "eval")
+        assert far.requests.answer(request, tokens=PROMPT)
+        assert far.requests.next(timeout=0.5) is None
+        assert near.requests.next(timeout=0).instance_id == "mine"
+        for number in range(20):
+            put_group([a], number, split="eval")
+        take_groups(one, 21, split="eval")
+        assert stats(second).committed == 0
 
 
 MANY = [f"split{n}" for n in range(_core.MAX_SPLITS - 1)]
@@ -308,13 +299,9 @@ def test_numbers_of_labels_are_given_once_and_to_no_label_that_is_none() -> None
 
 def test_neither_equal_scores_nor_an_old_policy_end_an_evaluation(unlike: dict[str, str]) -> None:
     a, t = unlike["a"], unlike["t"]
-    with (
-        relay([a], [t], policy=StashPolicy(skip_zero_variance=True, max_policy_lag=1)) as made,
-        shmbus.Bus.open(t) as bus,
-        shmbus.Consumer(t) as consumer,
-        shmbus.Producer(a) as producer,
-    ):
-        bus.policy_version = 9
+    policy = StashPolicy(skip_zero_variance=True, max_policy_lag=1)
+    with relayed(unlike, "a", policy=policy) as (made, consumer, producer):
+        consumer.policy_version = 9
         wait_until(lambda: (pure := made.coordinator.pure) and pure.policy_version == 9)
         for split in ("train", "eval"):
             for index in range(2):

@@ -130,14 +130,6 @@ def test_the_counters_of_a_bus_can_be_read_without_being_its_consumer(bus: Bus) 
 # --- slots
 
 
-ATTACHES = """
-import sys, time, shmbus
-producer = shmbus.Producer(sys.argv[1])
-print("attached", flush=True)
-time.sleep(600)
-"""
-
-
 def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
     bus: Bus, spawn: Spawner
 ) -> None:
@@ -153,7 +145,7 @@ def test_as_many_producers_attach_as_were_asked_for_and_slots_are_used_again(
     assert len(ids) == 24
     del producers[:20]
     producers.pop().close()
-    child = spawn.script(ATTACHES, bus.name, until="attached")
+    child = spawn.holder("import sys, shmbus; p = shmbus.Producer(sys.argv[1])", bus.name)
     with pytest.raises(shmbus.BusBusyError):
         Producer(bus.name)
     child.kill()
@@ -590,12 +582,9 @@ def test_records_forged_under_right_checksums_never_crash_their_reader(bus: Bus,
 
 
 HOLDER = """
-import mmap, sys, time
-import shmbus
+import mmap, sys, shmbus
 with open(sys.argv[1], "rb") as file:
     kept = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-print("ready", flush=True)
-time.sleep(600)
 """
 
 
@@ -609,7 +598,7 @@ def test_a_segment_of_another_layout_is_told_with_who_has_it_and_what_to_do(
         file.seek(at)
         file.write(value)
     assert_refused(bus_name, rf"no process that .* has it open.* `shmbus snapshot {bus_name} DIR`")
-    holder = spawn.script(HOLDER, path, until="ready")
+    holder = spawn.holder(HOLDER, path)
     version = re.escape(shmbus.__version__)
     assert_refused(bus_name, rf"pid {holder.pid} \(shmbus {version}\) has it open: use that shmbus")
 

@@ -7,10 +7,11 @@ import resource
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
-from conftest import Spawner, beside, wait_until
+from conftest import Spawner, beside, fill, take_rest, wait_until
 
 from shmbus import Bus, BusFullError, Consumer, Producer
 from shmbus.cli import main
@@ -19,14 +20,8 @@ from shmbus.segment.names import shm_path
 TOKENS = np.zeros(1000, np.int32)
 
 
-def fill(producer: Producer) -> int:
-    count = 0
-    while True:
-        try:
-            producer.put(f"fill-{count}", group_size=1, index=0, tokens=TOKENS, timeout=0)
-        except BusFullError:
-            return count
-        count += 1
+def put_now(producer: Producer, number: int = 0) -> None:
+    producer.put(f"fill-{number}", group_size=1, index=0, tokens=TOKENS, timeout=0)
 
 
 def test_a_paused_bus_is_a_full_one_that_says_why(bus: Bus, producer: Producer) -> None:
@@ -47,7 +42,7 @@ def test_a_paused_bus_is_a_full_one_that_says_why(bus: Bus, producer: Producer) 
     assert bus.stats().committed == 0
     bus.resume()
     assert bus.paused is None and producer.paused is None
-    producer.put("a", group_size=1, index=0, tokens=TOKENS, timeout=0)
+    put_now(producer)
 
 
 def test_resuming_lets_a_waiting_producer_go_on(bus: Bus, producer: Producer) -> None:
@@ -70,11 +65,10 @@ def test_what_was_reserved_before_a_pause_can_be_committed(bus: Bus, producer: P
 
 def test_pressure_is_the_part_of_the_bus_that_is_held(bus: Bus, producer: Producer) -> None:
     assert producer.pressure() < 0.1
-    fill(producer)
+    fill(partial(put_now, producer))
     assert producer.pressure() > 0.9
     with Consumer(bus.name) as consumer:
-        while groups := consumer.take(64, timeout=0):
-            consumer.ack(groups)
+        take_rest(consumer)
         assert producer.pressure() < 0.5
     bus.pause()
     assert producer.pressure() == 1.0
@@ -82,7 +76,7 @@ def test_pressure_is_the_part_of_the_bus_that_is_held(bus: Bus, producer: Produc
 
 async def test_waiting_until_ready_leaves_the_loop_to_others(bus: Bus, producer: Producer) -> None:
     assert await producer.wait_ready(timeout=0)
-    fill(producer)
+    fill(partial(put_now, producer))
     assert not await producer.wait_ready(timeout=0.05)
     turns = 0
     done = False
@@ -98,8 +92,7 @@ async def test_waiting_until_ready_leaves_the_loop_to_others(bus: Bus, producer:
     await asyncio.sleep(0.05)
     assert not waiting.done()
     with Consumer(bus.name) as consumer:
-        while groups := consumer.take(64, timeout=0):
-            consumer.ack(groups)
+        take_rest(consumer)
         assert await waiting
     done = True
     await task
@@ -117,17 +110,17 @@ def test_the_command_line_pauses_and_resumes(bus: Bus, spawn: Spawner) -> None:
 def test_a_bus_that_was_filled_before_its_consumer_came_goes_on(
     bus_name: str, consumers_before: int
 ) -> None:
-    stragglers = 0
+    body = np.zeros(1500, np.int8)
+
+    def put(number: int) -> None:
+        producer.put(f"s{number}", group_size=2, index=0, body=body, timeout=0)
+        producer.put(f"f{number}", group_size=1, index=0, body=body, timeout=0)
+
     with Bus.create(bus_name, "64KiB", extent_bytes=4096), Producer(bus_name) as producer:
         for _ in range(consumers_before):
             Consumer(bus_name).close()
         # A sample of an open group in each extent: none becomes free by itself.
-        with pytest.raises(BusFullError):
-            while True:
-                body = np.zeros(1500, np.int8)
-                producer.put(f"s{stragglers}", group_size=2, index=0, body=body, timeout=0)
-                stragglers += 1
-                producer.put(f"f{stragglers}", group_size=1, index=0, body=body, timeout=0)
+        stragglers = fill(put)
         with Consumer(bus_name) as consumer, ThreadPoolExecutor(1) as pool:
             rest = pool.submit(
                 lambda: [
@@ -201,14 +194,13 @@ with open(sys.argv[1], "r+b") as file:
 def test_a_slot_whose_lock_is_held_in_passing_is_waited_for(bus_name: str, spawn: Spawner) -> None:
     # As by a reader in recovery from a dead producer, without a run for a while.
     with Bus.create(bus_name, "1MiB", max_producers=1):
-        child = spawn.script(HOLD_SLOT, shm_path(bus_name))
-        wait_until(lambda: "held" in child.output())
+        child = spawn.script(HOLD_SLOT, shm_path(bus_name), until="held")
         Producer(bus_name).close()
         child.finish()
 
 
 def test_a_producer_keeps_no_event_loop_alive(producer: Producer) -> None:
-    fill(producer)
+    fill(partial(put_now, producer))
     loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
 
     async def put() -> None:

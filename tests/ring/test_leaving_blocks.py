@@ -8,12 +8,9 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import DEFAULT_DEADLINE_S
+from conftest import DEFAULT_DEADLINE_S, Spawner
 
 from shmbus import Bus, BusClosedError, Consumer, Producer
-
-#: Exit status of a forked child within both blocks.
-_STATUS = 7
 
 _CHILD_LEAVES = """
 import os, sys
@@ -44,14 +41,10 @@ print(status)
 """
 
 
-def test_a_forked_child_leaves_its_parents_blocks_with_its_own_status(bus_name: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", _CHILD_LEAVES, bus_name],
-        capture_output=True,
-        text=True,
-        timeout=2 * DEFAULT_DEADLINE_S,
-    )
-    assert (ended.stdout.strip(), ended.stderr, ended.returncode) == (str(_STATUS), "", 0)
+def test_a_forked_child_leaves_its_parents_blocks_with_its_own_status(
+    bus_name: str, spawn: Spawner
+) -> None:
+    assert spawn.script(_CHILD_LEAVES, bus_name, fresh=True).finish() == "7\n"
 
 
 def test_an_exception_in_a_block_whose_handle_was_closed_there_is_the_one_that_comes_out(

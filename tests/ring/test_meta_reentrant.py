@@ -93,16 +93,15 @@ def test_another_thread_that_ends_the_reservation_meanwhile_changes_no_record(
         assert consumer.stats().dropped == {}
 
 
-def test_the_bound_on_shapes_is_what_the_message_says(bus_name: str) -> None:
-    with Bus.create(bus_name, "4MiB"), Producer(bus_name) as producer:
-        fits = {f"f{i}": np.zeros((1,) * 15, np.uint8) for i in range(64)}
-        producer.put("a", group_size=1, index=0, **fits)
-        wide = {f"f{i}": np.zeros((1,) * 16, np.uint8) for i in range(64)}
-        for attempt in (
-            lambda: producer.put("a", group_size=1, index=0, **wide),
-            lambda: producer.reserve(
-                "a", group_size=1, index=0, fields={n: ("u1", a.shape) for n, a in wide.items()}
-            ),
-        ):
-            with pytest.raises(ValueError, match=r"f60: expected at most 1024 words of shapes"):
-                attempt()
+def test_the_bound_on_shapes_is_what_the_message_says(producer: Producer) -> None:
+    fits = {f"f{i}": np.zeros((1,) * 15, np.uint8) for i in range(64)}
+    producer.put("a", group_size=1, index=0, **fits)
+    wide = {f"f{i}": np.zeros((1,) * 16, np.uint8) for i in range(64)}
+    for attempt in (
+        lambda: producer.put("a", group_size=1, index=0, **wide),
+        lambda: producer.reserve(
+            "a", group_size=1, index=0, fields={n: ("u1", a.shape) for n, a in wide.items()}
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"f60: expected at most 1024 words of shapes"):
+            attempt()

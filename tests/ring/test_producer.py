@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Spawner, wait_until
+from conftest import Spawner, fill, wait_until
 
 import shmbus
 from shmbus import Bus, Consumer, Producer
@@ -41,13 +41,9 @@ def put_one(producer: Producer, key: str = "a", **more: Any) -> None:
     producer.put(key, **{"group_size": 1, "index": 0, "timeout": 10.0, **more})
 
 
-def fill(producer: Producer) -> int:
-    for number in range(100_000):
-        try:
-            put_one(producer, f"fill-{number}", x=np.zeros(3500, np.uint8), timeout=0)
-        except shmbus.BusFullError:
-            return number
-    raise AssertionError("the bus was never full")
+def fill_pages(producer: Producer) -> int:
+    x = np.zeros(3500, np.uint8)
+    return fill(lambda number: put_one(producer, f"fill-{number}", x=x, timeout=0))
 
 
 # --- possible puts
@@ -402,7 +398,7 @@ def test_closing_a_producer_aborts_what_is_open(bus: Bus) -> None:
 
 def test_without_a_timeout_a_full_bus_is_an_answer_at_once(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer):
-        count = fill(producer)
+        count = fill_pages(producer)
         with pytest.raises(shmbus.BusFullError, match=r"is full.* 0 of 16 are free") as caught:
             put_one(producer, x=np.zeros(3500, np.uint8), timeout=0)
         assert (caught.value.accepted, producer.stats().full_waits) == (0, 2)
@@ -411,7 +407,7 @@ def test_without_a_timeout_a_full_bus_is_an_answer_at_once(small_bus: Bus) -> No
 
 def test_put_waits_as_long_as_it_takes_for_space_and_as_its_timeout_says(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer), ThreadPoolExecutor(1) as pool:
-        fill(producer)
+        fill_pages(producer)
         for use in (put_one, partial(reserve, fields={"x": ("u1", 3500)})):
             began = time.monotonic()
             with pytest.raises(shmbus.BusFullError):
@@ -439,7 +435,7 @@ async def test_aput_on_a_full_bus_neither_blocks_its_loop_nor_spins(
             await asyncio.sleep(0.01)
 
     with attached(small_bus) as (producer, consumer):
-        fill(producer)
+        fill_pages(producer)
         if freed:
             consumer.take(1, 10)[0].ack()
         ticks = 0
@@ -498,7 +494,7 @@ def test_threads_share_a_producer_and_every_record_arrives_whole(bus: Bus, seed:
 def test_a_put_that_waits_keeps_its_fields_whatever_other_threads_put(small_bus: Bus) -> None:
     with attached(small_bus) as (producer, consumer), ThreadPoolExecutor(1) as pool:
         put_one(producer, mine=np.arange(400))
-        fill(producer)
+        fill_pages(producer)
         before = producer.stats().full_waits
         waiting = pool.submit(put_one, producer, "late", mine=np.arange(400))
         wait_until(lambda: producer.stats().full_waits > before)
@@ -515,7 +511,7 @@ def test_a_put_that_waits_keeps_its_fields_whatever_other_threads_put(small_bus:
 def test_a_list_that_changes_while_its_put_waits_arrives_as_it_was(small_bus: Bus) -> None:
     value = list(range(900))
     with attached(small_bus) as (producer, consumer), ThreadPoolExecutor(1) as pool:
-        fill(producer)
+        fill_pages(producer)
         before = producer.stats().full_waits
         waiting = pool.submit(put_one, producer, "late", tokens=value)
         wait_until(lambda: producer.stats().full_waits > before)

@@ -3,18 +3,25 @@
 import asyncio
 import time
 import tracemalloc
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from conftest import beside, ends_of
+from conftest import beside, ends_of, fill
 
-from shmbus import Bus, BusFullError, Consumer, Producer, RecordTooLargeError
+from shmbus import Bus, Consumer, Producer, RecordTooLargeError
 
 DATA = np.arange(100, dtype=np.int32)
 
 
 def samples(count: int, elements: int = 100) -> list[dict[str, object]]:
     return [{"score": float(i), "data": np.full(elements, i, np.int32)} for i in range(count)]
+
+
+@pytest.fixture
+def small(bus_name: str) -> Iterator[tuple[Producer, Consumer]]:
+    with ends_of(Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096)) as ends:
+        yield ends
 
 
 def test_the_samples_have_what_was_given_for_the_group_and_their_own(
@@ -45,24 +52,21 @@ def test_a_prompt_that_is_put_again_is_another_group(bus: Bus, producer: Produce
         assert [(group.round, len(group)) for group in groups] == [(first, 3), (second, 3)]
 
 
-def test_a_group_without_room_leaves_nothing_and_waits_for_all_of_it(bus_name: str) -> None:
-    bus = Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096)
-    with ends_of(bus) as (producer, consumer):
-        put = 0
-        with pytest.raises(BusFullError):
-            while True:
-                producer.put_group(f"g{put}", samples(4, 600), timeout=0)
-                put += 1
-        assert put >= 3
+def test_a_group_without_room_leaves_nothing_and_waits_for_all_of_it(
+    small: tuple[Producer, Consumer],
+) -> None:
+    producer, consumer = small
+    put = fill(lambda number: producer.put_group(f"g{number}", samples(4, 600), timeout=0))
+    assert put >= 3
+    assert consumer.stats().committed == 4 * put
+    held = consumer.take(64, timeout=10)
+    assert [len(group) for group in held] == [4] * put
+    with beside(producer.put_group, "late", samples(4, 600), timeout=60):
+        time.sleep(0.05)
         assert consumer.stats().committed == 4 * put
-        held = consumer.take(64, timeout=10)
-        assert [len(group) for group in held] == [4] * put
-        with beside(producer.put_group, "late", samples(4, 600), timeout=60):
-            time.sleep(0.05)
-            assert consumer.stats().committed == 4 * put
-            consumer.ack(held)
-            [late] = consumer.take(timeout=30)
-            assert (late.instance_id, len(late)) == ("late", 4)
+        consumer.ack(held)
+        [late] = consumer.take(timeout=30)
+        assert (late.instance_id, len(late)) == ("late", 4)
 
 
 @pytest.mark.parametrize(
@@ -93,29 +97,23 @@ def test_a_bad_group_names_the_sample_and_leaves_the_bus_as_it_was(
         assert consumer.stats().committed == 0
 
 
-def test_an_awaited_group_waits_for_room_and_a_cancelled_one_leaves_nothing(bus_name: str) -> None:
-    async def story(producer: Producer, consumer: Consumer) -> None:
-        while True:
-            try:
-                producer.put_group("fill", samples(4, 600), timeout=0)
-            except BusFullError:
-                break
-        task = asyncio.create_task(producer.aput_group("never", samples(4, 600)))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        task = asyncio.create_task(producer.aput_group("late", samples(4, 600), timeout=60))
-        await asyncio.sleep(0.05)
-        assert not task.done()
-        consumer.ack(consumer.take(64, timeout=10))
-        round = await task
-        [late] = consumer.take(timeout=30)
-        assert (late.instance_id, late.round, len(late)) == ("late", round, 4)
-
-    bus = Bus.create(bus_name, "64KiB", max_producers=2, extent_bytes=4096)
-    with ends_of(bus) as (producer, consumer):
-        asyncio.run(story(producer, consumer))
+async def test_an_awaited_group_waits_for_room_and_a_cancelled_one_leaves_nothing(
+    small: tuple[Producer, Consumer],
+) -> None:
+    producer, consumer = small
+    fill(lambda number: producer.put_group("fill", samples(4, 600), timeout=0))
+    task = asyncio.create_task(producer.aput_group("never", samples(4, 600)))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    task = asyncio.create_task(producer.aput_group("late", samples(4, 600), timeout=60))
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    consumer.ack(consumer.take(64, timeout=10))
+    round = await task
+    [late] = consumer.take(timeout=30)
+    assert (late.instance_id, late.round, len(late)) == ("late", round, 4)
 
 
 def test_a_group_takes_memory_by_the_fields_in_use_while_it_is_put(bus_name: str) -> None:

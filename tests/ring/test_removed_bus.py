@@ -73,19 +73,18 @@ def test_the_stall_report_of_a_removed_bus_speaks_of_that_bus(bus_name: str) -> 
     assert all("complete and not acknowledged" not in str(report) for report in reports)
 
 
-def test_every_call_of_a_handle_of_a_removed_bus_answers(bus_name: str) -> None:
-    with Bus.create(bus_name, "1MiB") as bus:
-        producer = Producer(bus_name)
-        consumer = Consumer(bus_name, daemon=False)
-        put(producer)
-        (group,) = consumer.take(timeout=1)
-        bus.unlink()
-        calls: list[Callable[[], object]] = [
-            group.ack, consumer.stats, producer.stats, producer.pressure,
-            producer.close, consumer.close, bus.stats,
-        ]  # fmt: skip
-        for call in calls:
-            call()
+def test_every_call_of_a_handle_of_a_removed_bus_answers(bus: Bus) -> None:
+    producer = Producer(bus.name)
+    consumer = Consumer(bus.name, daemon=False)
+    put(producer)
+    (group,) = consumer.take(timeout=1)
+    bus.unlink()
+    calls: list[Callable[[], object]] = [
+        group.ack, consumer.stats, producer.stats, producer.pressure,
+        producer.close, consumer.close, bus.stats,
+    ]  # fmt: skip
+    for call in calls:
+        call()
 
 
 def test_a_removed_bus_delivers_its_own_records_and_then_ends_a_take(bus_name: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import next_request
+from conftest import fill, next_request
 
-from shmbus import Bus, BusFullError, Consumer, Feeder, Producer
+from shmbus import Bus, Consumer, Feeder, Producer
 from shmbus_ext import _core
 
 ROWS: list[dict[str, Any]] = [
@@ -60,13 +60,13 @@ def test_a_sample_without_rows_is_one_row(bus: Bus, producer: Producer) -> None:
         assert len(group[0].copy().rows) == 1
 
 
-def test_every_way_to_put_takes_rows(bus: Bus, producer: Producer) -> None:
+async def test_every_way_to_put_takes_rows(bus: Bus, producer: Producer) -> None:
     head: dict[str, Any] = {"group_size": 1, "index": 0, "rows": ROWS}
     producer.put_many([{"instance_id": "many", **head}], timeout=10)
-    asyncio.run(producer.aput("aput", **head, timeout=10))
-    asyncio.run(producer.aput_many([{"instance_id": "aput_many", **head}], timeout=10))
+    await producer.aput("aput", **head, timeout=10)
+    await producer.aput_many([{"instance_id": "aput_many", **head}], timeout=10)
     producer.put_group("group", [{"score": 1.0, "rows": ROWS}], timeout=10)
-    asyncio.run(producer.aput_group("aput_group", [{"rows": ROWS}], timeout=10))
+    await producer.aput_group("aput_group", [{"rows": ROWS}], timeout=10)
     with Feeder(bus.name) as feeder:
         feeder.request("request", group_size=1, prompt=np.arange(3))
         request = next_request(producer)
@@ -208,30 +208,21 @@ def test_the_row_lengths_cannot_be_set_by_hand(bus: Bus, producer: Producer) -> 
     assert _core.ROW_LENGTHS == "row_lengths"
 
 
-def test_rows_wait_for_space_as_any_sample_does(bus_name: str) -> None:
+async def test_rows_wait_for_space_as_any_sample_does(bus_name: str) -> None:
     rows = [{"data": np.full(30_000, number, np.int64)} for number in range(2)]
+    sample: Any = {"group_size": 1, "index": 0, "rows": rows}
     with Bus.create(bus_name, capacity="2MiB"), Producer(bus_name) as producer:
-        put = 0
-        with pytest.raises(BusFullError):
-            while True:
-                producer.put(f"q{put}", group_size=1, index=0, rows=rows, timeout=0)
-                put += 1
-
-        async def wait_and_take() -> None:
-            waiting = asyncio.create_task(
-                producer.aput("last", group_size=1, index=0, rows=rows, timeout=30)
-            )
-            await asyncio.sleep(0)
-            with Consumer(bus_name) as consumer:
-                seen = []
-                while "last" not in seen:
-                    for group in await consumer.atake(timeout=30):
-                        assert [row["data"][0] for row in group[0].rows] == [0, 1]
-                        seen.append(group.instance_id)
-                        group.ack()
-                await waiting
-
-        asyncio.run(wait_and_take())
+        fill(lambda number: producer.put(f"q{number}", **sample, timeout=0))
+        waiting = asyncio.create_task(producer.aput("last", **sample, timeout=30))
+        await asyncio.sleep(0)
+        with Consumer(bus_name) as consumer:
+            seen = []
+            while "last" not in seen:
+                for group in await consumer.atake(timeout=30):
+                    assert [row["data"][0] for row in group[0].rows] == [0, 1]
+                    seen.append(group.instance_id)
+                    group.ack()
+            await waiting
 
 
 def test_other_sequences_than_lists_are_rows_too(bus: Bus, producer: Producer) -> None:

@@ -4,7 +4,7 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import Daemon, Spawner
+from conftest import Daemon, Spawner, take_groups
 
 from shmbus import Bus, Consumer, Producer
 
@@ -22,20 +22,19 @@ print("written", flush=True)
 
 @pytest.mark.parametrize("served", [False, True])
 def test_a_write_through_a_view_ends_its_writer_and_changes_nothing(
-    bus_name: str, spawn: Spawner, served: bool
+    bus_name: str, producer: Producer, spawn: Spawner, served: bool
 ) -> None:
-    with Bus.create(bus_name, "1MiB"), Producer(bus_name) as producer:
-        daemon = Daemon(spawn, bus_name, ()) if served else None
-        producer.put("a", group_size=1, index=0, x=np.zeros(1000, np.int32))
-        child = spawn.script(WRITE, bus_name)
-        assert child.wait() == -signal.SIGSEGV
-        assert "before 0" in child.output() and "written" not in child.output()
-        if daemon is not None:
-            daemon.stop()
-        with Consumer(bus_name, daemon=False) as consumer:
-            (group,) = consumer.take(timeout=10)
-            assert not group[0]["x"].any()
-            group.ack()
+    daemon = Daemon(spawn, bus_name, ()) if served else None
+    producer.put("a", group_size=1, index=0, x=np.zeros(1000, np.int32))
+    child = spawn.script(WRITE, bus_name)
+    assert child.wait() == -signal.SIGSEGV
+    assert "before 0" in child.output() and "written" not in child.output()
+    if daemon is not None:
+        daemon.stop()
+    with Consumer(bus_name, daemon=False) as consumer:
+        (group,) = consumer.take(timeout=10)
+        assert not group[0]["x"].any()
+        group.ack()
 
 
 def mappings() -> int:
@@ -63,8 +62,7 @@ def test_more_views_than_a_process_may_have_mappings_outlive_their_consumer(bus_
         with Consumer(bus_name, daemon=False) as successor:
             for i in range(300):
                 producer.put(f"big{i}", group_size=1, index=0, x=np.full(100_000, -1, np.int32))
-                (group,) = successor.take(timeout=10)
-                group.ack()
+                take_groups(successor)[0].ack()
         assert all((view == i).all() for i, view in enumerate(views))
 
 
@@ -108,8 +106,7 @@ def test_a_consumer_without_memory_for_copies_leaves_the_bus_to_the_next_and_kee
         with Consumer(bus_name, daemon=False) as successor:
             for i in range(100):
                 producer.put(f"b{i}", group_size=1, index=0, x=np.full(300_000, -1, np.int32))
-                (group,) = successor.take(timeout=10)
-                group.ack()
+                take_groups(successor)[0].ack()
             open(go, "w").close()
             child.expect("right")
         open(go + "2", "w").close()

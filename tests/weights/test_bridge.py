@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from weight_models import without_memory
+from weight_models import fill, without_memory
 
 from shmbus.weights import ManifestError, WeightsError, attach_bridge, bridge
 
+GATE_UP, NORM = "model.layers.0.mlp.gate_up_proj.weight", "model.norm.weight"
 SHAPES = {
     "model.embed_tokens.weight": (12, 4),
     "model.layers.0.self_attn.qkv_proj.weight": (8, 4),
-    "model.layers.0.mlp.gate_up_proj.weight": (6, 4),
-    "model.norm.weight": (4,),
+    GATE_UP: (6, 4),
+    NORM: (4,),
 }
 PARTS = {
     "model.embed_tokens.weight": (10, 4),
@@ -111,45 +112,26 @@ def test_a_step_of_the_trainer_is_in_the_engines_fused_tensors(
         assert torch.equal(each, wanted), name
 
 
+def given(name: str = "", **fields: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a change of a tensor's handle, or of the file itself."""
+    return lambda file: (file["ipc_handles"][name] if name else file).update(fields)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
+        (given(single_copy_enabled=False), WeightsError, "no handles|handles, and"),
+        (given(tp_degree=2), ManifestError, "tp_degree 2"),
+        (given(num_params=9), ManifestError, "num_params is 9"),
         (
-            lambda file: file.update(single_copy_enabled=False),
-            WeightsError,
-            "no handles|handles, and",
-        ),
-        (lambda file: file.update(tp_degree=2), ManifestError, "tp_degree 2"),
-        (lambda file: file.update(num_params=9), ManifestError, "num_params is 9"),
-        (
-            lambda file: file["ipc_handles"]["model.norm.weight"].pop("event_handle_b64"),
+            lambda file: file["ipc_handles"][NORM].pop("event_handle_b64"),
             ManifestError,
             "eight parts",
         ),
-        (
-            lambda file: file["ipc_handles"]["model.norm.weight"].update(storage_size=8),
-            ManifestError,
-            "size mismatch",
-        ),
-        (
-            lambda file: file["ipc_handles"]["model.norm.weight"].update(
-                ipc_handle_b64=encoded(b"of a dead engine")
-            ),
-            WeightsError,
-            "Has the engine that wrote it ended",
-        ),
-        (
-            lambda file: file["ipc_handles"].pop("model.norm.weight"),
-            ManifestError,
-            "missing: 'model.norm.weight'",
-        ),
-        (
-            lambda file: file["ipc_handles"]["model.layers.0.mlp.gate_up_proj.weight"].update(
-                shape=[5, 4], stride=[4, 1]
-            ),
-            ManifestError,
-            "expected|rows",
-        ),
+        (given(NORM, storage_size=8), ManifestError, "size mismatch"),
+        (given(NORM, ipc_handle_b64=encoded(b"dead")), WeightsError, "engine that wrote it ended"),
+        (lambda file: file["ipc_handles"].pop(NORM), ManifestError, f"missing: '{NORM}'"),
+        (given(GATE_UP, shape=[5, 4], stride=[4, 1]), ManifestError, "expected|rows"),
     ],
 )
 def test_what_does_not_fit_changes_no_parameter(
@@ -162,7 +144,7 @@ def test_what_does_not_fit_changes_no_parameter(
     file = plain(tensors)
     change(file)
     if message.startswith("expected"):
-        tensors["model.layers.0.mlp.gate_up_proj.weight"].resize_(5, 4)
+        tensors[GATE_UP].resize_(5, 4)
     (tmp_path / bridge.FILE).write_text(json.dumps(file))
     model = without_memory(PARTS, torch.float32)
     with pytest.raises(kind, match=message):
@@ -224,9 +206,7 @@ def test_torchs_own_handles_of_another_process_are_opened(tmp_path: Path) -> Non
     assert pipe.poll(120) and pipe.recv() == "written"
     model = without_memory(PARTS, torch.float32)
     attach_bridge(model, tmp_path / bridge.FILE)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    fill(model, 0)
     torch.cuda.synchronize()
     pipe.send("look")
     assert pipe.poll(120)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Spawner, beside, wait_until
-from weight_models import load_newest, many
+from weight_models import fill, load_newest, many
 
 from shmbus import BusRemovedError, VersionUnknownError, WaitTimeoutError
 from shmbus.engines.rows import RankRows
@@ -30,9 +30,7 @@ class Trainer:
         self.publisher = WeightPublisher(bus, ModuleSource(self.model), **options)  # type: ignore[arg-type]
 
     def publish(self, version: int, value: float) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.fill_(value)
+        fill(self.model, value)
         self.publisher.publish(version)
 
 

@@ -27,6 +27,7 @@ from shmbus.weights.manifest import Manifest
 from shmbus.weights.patch_policy import PatchPolicy, patch_capacity, patch_share, pieces_of
 from shmbus_ext import _core
 
+HERE = Path(__file__).parent
 VERSIONS = int(os.environ.get("SHMBUS_TEST_PATCHES", "60"))
 
 
@@ -199,8 +200,7 @@ def test_killed_patchers_leave_whole_versions(mirror: Mirror, spawn: Spawner, se
     bus = f"{mirror.bus}.t"
     with WeightSubscriber(bus) as subscriber:
         for turn in range(3):
-            child = spawn.script(KILLED, bus, str(Path(__file__).parent), turn * 100_000)
-            child.expect("ready")
+            child = spawn.script(KILLED, bus, HERE, turn * 100_000, until="ready")
             newest = subscriber.wait(timeout=20)
             for _ in range(rng.randint(10, 30)):
                 newest = subscriber.wait(newer_than=newest, timeout=20)

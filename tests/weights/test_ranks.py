@@ -4,12 +4,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import RUN_PREFIX, Child, Spawner
-from weight_models import bits
+from weight_models import bits, fill, publishing
 
 from shmbus import PeerGoneError
 from shmbus.pool import unlink_pool
@@ -96,27 +95,15 @@ def test_ranks_of_devices_write_into_the_memory_of_rank_0(
 @pytest.fixture
 def rank_of(bus_name: str) -> Iterator[Callable[[int, int], WeightPublisher]]:
     """Make a rank of two in this process; the test leaves no weights behind."""
-    made: list[WeightPublisher] = []
-
-    def make(rank: int, size: int = 30) -> WeightPublisher:
-        model = torch.nn.Linear(size, 40)
-        options: Any = {"rank": rank, "world_size": 2, "timeout": 20}
-        made.append(WeightPublisher(bus_name, ModuleSource(model), carrier="memfd", **options))
-        return made[-1]
-
-    yield make
-    for publisher in made:
-        publisher.close()
-    Path(pool_path(bus_name, "weights")).unlink(missing_ok=True)
+    with publishing(bus_name, carrier="memfd", world_size=2, timeout=20) as make:
+        yield lambda rank, size=30: make(torch.nn.Linear(size, 40), rank=rank)
     Path(memory_socket("weights", bus_name)).unlink(missing_ok=True)
 
 
-def fill(publisher: WeightPublisher, value: int) -> None:
+def fill_its_model(publisher: WeightPublisher, value: int) -> None:
     source = publisher._source
     assert isinstance(source, ModuleSource)
-    with torch.no_grad():
-        for parameter in source._model.parameters():
-            parameter.fill_(value)
+    fill(source._model, value)
 
 
 def is_all(bus: str, version: int) -> bool:
@@ -130,12 +117,12 @@ def test_a_killed_rank_fails_the_version_and_its_successor_writes_the_next(
     bus_name: str, rank_of: Callable[..., WeightPublisher], spawn: Spawner
 ) -> None:
     leader = rank_of(0)
-    fill(leader, 1)
+    fill_its_model(leader, 1)
     other = spawn.script(RANK, bus_name, 1, 1, 2, 30)
     leader.publish(version=1)
     other.expect("done")
     other.kill()
-    fill(leader, 2)
+    fill_its_model(leader, 2)
     with pytest.raises(PeerGoneError, match="rank 1"):
         leader.publish(version=2)
     assert is_all(bus_name, 1)
@@ -150,16 +137,16 @@ def test_a_rank_that_outlives_rank_0_writes_into_the_memory_of_its_successor(
     leader = spawn.script(RANK, bus_name, 0, 1, 4, 30)
     other = rank_of(1)
     for version in (1, 2, 3):  # maps both slots
-        fill(other, version)
+        fill_its_model(other, version)
         other.publish(version=version)
     assert is_all(bus_name, 3)
     leader.kill()
-    fill(other, 4)
+    fill_its_model(other, 4)
     with pytest.raises(PeerGoneError, match="rank 0"):
         other.publish(version=4)
     spawn.script(RANK, bus_name, 0, 4, 7, 30)
     for version in (4, 5, 6):
-        fill(other, version)
+        fill_its_model(other, version)
         other.publish(version=version)
         assert is_all(bus_name, version)
 

@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import together
 from fork_server import TEMPLATE
+from weight_models import fill
 
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.inspect.leftovers import survey
@@ -52,10 +53,12 @@ SLICES = {
 }
 
 
-def fill(model: torch.nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for tensor in model.state_dict(keep_vars=True).values():
-            tensor.fill_(value)
+def start(target: Callable[..., None], *given: object) -> tuple[Any, Any]:
+    """Start a process that has one end of a pipe; return it and the other end."""
+    ours, theirs = TEMPLATE.Pipe()
+    process = TEMPLATE.Process(target=target, args=(*given, theirs))
+    process.start()
+    return process, ours
 
 
 @pytest.fixture
@@ -155,19 +158,14 @@ def generate(bus: str, threads: int, seconds: float, result: Any) -> None:
 
 def test_passes_meet_one_version_and_starve_no_step(trained: tuple[Tiny, SharedModel]) -> None:
     model, shared = trained
-    pipes = [TEMPLATE.Pipe() for _ in range(2)]
-    processes = [
-        TEMPLATE.Process(target=generate, args=(shared.bus, 2, 1.0, theirs)) for _, theirs in pipes
-    ]
-    for process in processes:
-        process.start()
+    started = [start(generate, shared.bus, 2, 1.0) for _ in range(2)]
     version = 1
-    while any(process.is_alive() for process in processes):
+    while any(process.is_alive() for process, _ in started):
         version += 1
         with shared.stepping(version, timeout=30):
             fill(model, version)
         time.sleep(0.001)
-    answers = [ours.recv() for ours, _ in pipes]
+    answers = [pipe.recv() for _, pipe in started]
     assert all(passes > 10 and torn == 0 for passes, torn in answers), answers
     assert version > 10
 
@@ -232,11 +230,8 @@ def test_a_failed_step_is_torn_until_a_whole_load(trained: tuple[Tiny, SharedMod
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_only_a_stopped_reader_blocks(number: int, trained: tuple[Tiny, SharedModel]) -> None:
     _, shared = trained
-    ours, theirs = TEMPLATE.Pipe()
-    process = TEMPLATE.Process(target=read_and_wait, args=(shared.bus, theirs))
-    process.start()
-    assert ours.poll(60)
-    assert process.pid is not None
+    process, pipe = start(read_and_wait, shared.bus)
+    assert pipe.poll(60)
     os.kill(process.pid, number)
     if number == signal.SIGSTOP:
         with pytest.raises(WaitTimeoutError), shared.stepping(2, timeout=0.1):
@@ -322,23 +317,19 @@ def share_one(bus: str, pipe: Any) -> None:
 
 
 def test_a_server_that_waits_for_a_model_gets_all_of_it(bus_name: str) -> None:
-    ours, theirs = TEMPLATE.Pipe()
-    server = TEMPLATE.Process(target=read_at_once, args=(bus_name, theirs))
-    server.start()
+    server, pipe = start(read_at_once, bus_name)
     model = model_of(1.0)
-    assert ours.recv() == "looks"
+    assert pipe.recv() == "looks"
     with share_model(bus_name, model, version=1):
-        assert ours.recv() == (1, [1.0] * PARTS)
+        assert pipe.recv() == (1, [1.0] * PARTS)
         server.join()
 
 
 def test_a_trainer_killed_while_sharing_leaves_all_or_nothing(bus_name: str, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(8 if "SHMBUS_TEST_LONG" in os.environ else 4):
-        ours, theirs = TEMPLATE.Pipe()
-        trainer = TEMPLATE.Process(target=share_one, args=(bus_name, theirs))
-        trainer.start()
-        assert ours.recv() == "begins"
+        trainer, pipe = start(share_one, bus_name)
+        assert pipe.recv() == "begins"
         time.sleep(chance.uniform(0, 0.1))
         trainer.kill()
         trainer.join()

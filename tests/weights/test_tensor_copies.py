@@ -129,32 +129,30 @@ def state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return module.state_dict(keep_vars=True)
 
 
-def read_as_integers(module: Any) -> None:
-    module.narrow.data = module.narrow.data.view(torch.float16)
+def with_data(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], None]:
+    """Return a change of a parameter's data to what `make` makes of it."""
 
+    def change(module: Any) -> None:
+        parameter = getattr(module, name)
+        parameter.data = make(parameter.data)
 
-def take_the_negative(module: Any) -> None:
-    module.p2.data = torch._neg_view(module.p2.data)  # the same memory, and its signs turned
-
-
-def conjugate(module: Any) -> None:
-    module.pairs.data = module.pairs.data.conj()
-
-
-def shorten(module: Any) -> None:
-    module.p0.data = module.p0.data[:4]
+    return change
 
 
 def free(module: Any) -> None:
     module.p0.untyped_storage().resize_(0)
 
 
-CHANGES = [
-    move, turn, replace, swap, read_as_integers, take_the_negative, conjugate, shorten, free,
-]  # fmt: skip
+CHANGES = {
+    "move": move, "turn": turn, "replace": replace, "swap": swap, "free": free,
+    "integers": with_data("narrow", lambda data: data.view(torch.float16)),
+    "negative": with_data("p2", torch._neg_view),  # the same memory, and its signs turned
+    "conjugate": with_data("pairs", torch.conj),
+    "shorter": with_data("p0", lambda data: data[:4]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_is_more_than_a_value_is_seen(change: Callable[[Any], None]) -> None:
     module = square()
     module.narrow = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Spawner, beside, wait_until
-from weight_models import MakePublisher, Odd, Unwritable, bits, many, publishing
+from weight_models import MakePublisher, Odd, Unwritable, bits, fill, many, publishing
 
 from shmbus import BusBusyError, BusClosedError, DamagedError, WaitTimeoutError
 from shmbus.pool import read_pool
@@ -93,8 +93,7 @@ def test_a_model_that_does_not_fit_has_all_its_faults_named_and_no_byte_changed(
     bus_name: str, publishers: MakePublisher, subscriber: WeightSubscriber
 ) -> None:
     publishers(many(6)).publish(version=4)
-    replica = {f"p{number}": torch.zeros(value.shape, dtype=value.dtype)
-               for number, value in enumerate(many(6).parameters())}  # fmt: skip
+    replica = {name: torch.zeros_like(value) for name, value in many(6).state_dict().items()}
     del replica["p0"]
     replica["p1"] = torch.zeros(9, 9, dtype=torch.bfloat16)
     replica["p2"] = replica["p2"].float()
@@ -126,8 +125,7 @@ def test_a_copy_that_fails_says_that_the_model_is_torn(
     bus_name: str, publishers: MakePublisher, subscriber: WeightSubscriber
 ) -> None:
     publishers(many(4)).publish(version=4)
-    replica = {f"p{number}": torch.zeros(value.shape, dtype=value.dtype)
-               for number, value in enumerate(many(4).parameters())}  # fmt: skip
+    replica = {name: torch.zeros_like(value) for name, value in many(4).state_dict().items()}
     transposed = torch.zeros(replica["p2"].t().shape, dtype=torch.bfloat16).t()
     replica["p2"] = transposed.as_subclass(Unwritable)
     with subscriber.latest(timeout=5) as weights:
@@ -226,9 +224,7 @@ def test_publishing_beside_a_step(publishers: MakePublisher, subscriber: WeightS
     publication = publisher.publish_async(version=1)
     publication.wait_copied(timeout=20)
     before = {name: bits(value) for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
+    fill(model, 0)
     assert publication.wait(timeout=20).version == 1 and publication.done
     with subscriber.latest(timeout=5) as weights:
         assert {name: bits(weights[name]) for name in weights} == before
@@ -334,14 +330,12 @@ def test_a_probe_asks_and_changes_nothing(tmp_path: Path) -> None:
 
 def test_rows_tell_readers_versions(bus_name: str, by_each: MakePublisher, spawn: Spawner) -> None:
     by_each(many(2)).publish(version=5)
-    child = spawn.script(
-        "import sys, time, torch\nfrom shmbus.weights import *\n"
+    child = spawn.holder(
+        "import sys, torch\nfrom shmbus.weights import *\n"
         'reader = WeightSubscriber(sys.argv[1], label="vllm-0")\n'
         "with reader.latest(timeout=20) as weights:\n"
-        "    weights.load_into({name: torch.empty_like(weights[name]) for name in weights})\n"
-        "print('loaded', flush=True)\ntime.sleep(600)",
+        "    weights.load_into({name: torch.empty_like(weights[name]) for name in weights})",
         bus_name,
-        until="loaded",
     )
     (row,) = read_pool(bus_name, "weights").readers
     assert (row.label, row.applied_version, row.holds) == ("vllm-0", 5, [])

@@ -73,6 +73,12 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return left.keys() == right.keys() and all(bits(left[k]) == bits(right[k]) for k in left)
 
 
+def fill(model: torch.nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for tensor in model.state_dict(keep_vars=True).values():
+            tensor.fill_(value)
+
+
 def step(model: torch.nn.Module, made: torch.Generator, share: float) -> None:
     """Change a share of all elements, each to any bits: NaN, -0.0 and denormals among them."""
     for tensor in model.state_dict().values():
