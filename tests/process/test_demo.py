@@ -83,7 +83,7 @@ def test_workers_end_by_themselves_when_the_trainer_is_killed(
 def test_wrong_arguments_are_usage_errors(spawn: Spawner) -> None:
     child = spawn.module("shmbus.cli", "demo", "--workers", 0)
     assert child.wait() == 2
-    assert "expected 1 or more, got 0" in child.output()
+    assert "expected 1 to 1000, got 0" in child.output()
 
 
 @pytest.mark.parametrize("options", [["--model", "m"], ["--engine", "vllm"]])
