@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from shmbus.base.arguments import is_text
+from shmbus.base.arguments import check_path, is_text
 from shmbus.base.near_names import near
 from shmbus.segment.names import check_name
 
@@ -79,8 +79,10 @@ def text(word: str) -> str:
 
 def path(word: str) -> str:
     """Take a path; an empty text would mean the working directory."""
-    if not word:
-        raise argparse.ArgumentTypeError("expected a path, got ''; '.' is the working directory")
+    try:
+        check_path("path", word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return word
 
 

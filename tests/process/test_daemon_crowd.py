@@ -1,4 +1,4 @@
-"""Many clients of a daemon, in any order: each is served, and nothing remains.
+"""Many clients of a daemon, in any order: all get groups, and no segment or lease remains.
 
 The suite runs short forms; SHMBUS_TEST_CROWD and SHMBUS_TEST_CYCLES set the groups and cycles of a
 long form.
