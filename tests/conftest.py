@@ -334,7 +334,7 @@ class Spawner:
         return child
 
     def holder(self, text: str, *args: object) -> Child:
-        """Start `text`, and return after its last line; its segments and locks stay until the kill."""
+        """Start `text`, and return after its last line; its segments stay until the kill."""
         end = "import time\nprint('holds', flush=True)\ntime.sleep(600)\n"
         return self.script(f"{text.rstrip()}\n{end}", *args, until="holds")
 
